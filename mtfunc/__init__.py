@@ -1,1 +1,44 @@
-"""mtfunc."""
+"""Train models that do not fit on the accelerator, written as pure functions on PyTorch."""
+
+from mtfunc import optim, random, reference
+from mtfunc._base import Aux, Batch, Carry, Key, Optimizer, Params
+from mtfunc.api import evaluate, forward, schedule, value_and_grad
+from mtfunc.config import StreamConfig
+from mtfunc.host.pack import pack
+from mtfunc.loss import Mean
+from mtfunc.optim import adamw, lion, sgd
+from mtfunc.program import Program, chain, scan, stage
+from mtfunc.run import NonFiniteError
+from mtfunc.train import TrainState, init, train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aux",
+    "Batch",
+    "Carry",
+    "Key",
+    "Mean",
+    "NonFiniteError",
+    "Optimizer",
+    "Params",
+    "Program",
+    "StreamConfig",
+    "TrainState",
+    "adamw",
+    "chain",
+    "evaluate",
+    "forward",
+    "init",
+    "lion",
+    "optim",
+    "pack",
+    "random",
+    "reference",
+    "scan",
+    "schedule",
+    "sgd",
+    "stage",
+    "train_step",
+    "value_and_grad",
+]

@@ -1,0 +1,199 @@
+"""Compiles a program for given shapes once, and runs steps through the one loop."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtfunc import _tree
+from mtfunc._base import Batch, Key, Params, Path
+from mtfunc.backends import Backend, check_device, open_backend
+from mtfunc.config import StreamConfig
+from mtfunc.host.units import units
+from mtfunc.program import Program, collect_aux
+from mtfunc.run import Step, run
+from mtfunc.schedule import Schedule, plan_step
+from mtfunc.schedule.operation import Lowered
+from mtfunc.trace import Aval, Tracer, is_active
+
+CACHED = 8
+"""How many shapes an engine stays compiled for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Compiled:
+    """A program for given shapes: its schedule, its queues, and the device that runs them."""
+
+    schedule: Schedule
+    lowered: Lowered
+    backend: Backend
+    fresh: bool = True
+    """Whether it has not run yet, so that impure stages are still looked for."""
+
+
+class Outcome(NamedTuple):
+    """What a step leaves: final carries and aux by micro-batch, gradients by path, the loss."""
+
+    carries: list[Any]
+    aux: list[dict[str, Any]]
+    grads: dict[Path, Tensor]
+    loss: Tensor | None
+
+
+class Engine:
+    """A program on a device; ``compile`` and ``step`` are all there is.
+
+    Args:
+        program: what is run.
+        mode: ``"forward"``, ``"grad"`` or ``"train"``.
+        loss: whether the last stage returns the loss.
+        device: where.
+        config: how.
+        trainable: which parameter leaves get gradients; all of them unless given.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        mode: str,
+        loss: bool = True,
+        device: str = "cpu",
+        config: StreamConfig | None = None,
+        trainable: Callable[[Path, Tensor], bool] | None = None,
+    ):
+        if not isinstance(program, Program):
+            raise TypeError(
+                f"program is a {type(program).__name__}; expected what mt.chain returns"
+            )
+        self.program, self.mode, self.loss = program, mode, loss
+        self.device, self.config = check_device(device), config or StreamConfig()
+        self.trainable = trainable
+        self.cache: OrderedDict[Any, Compiled] = OrderedDict()
+
+    def compile(self, params: Params, batches: Sequence[Batch], key: Key | None) -> Compiled:
+        """The schedule for these shapes, made the first time.
+
+        Raises:
+            KeyError: parameters are missing, or no stage reads them.
+            TypeError: a parameter leaf is no tensor, or a stage returns no pytree of tensors.
+            ValueError: what :class:`mtfunc.trace.Tracer` finds.
+        """
+        avals, spec = self._avals(params)
+        signature = (spec, *avals.values(), *map(_batch_signature, batches))
+        if signature in self.cache:
+            self.cache.move_to_end(signature)
+            return self.cache[signature]
+        schedule = self.plan(params, batches, key)
+        backend = open_backend(self.device)
+        backend.open(schedule.sizes)
+        made = Compiled(schedule=schedule, lowered=schedule.lower(), backend=backend)
+        self.cache[signature] = made
+        while len(self.cache) > CACHED:
+            self.cache.popitem(last=False)[1].backend.close()
+        return made
+
+    def plan(self, params: Params, batches: Sequence[Batch], key: Key | None) -> Schedule:
+        """The schedule for these shapes; nothing is allocated."""
+        stages = self.program.stages(params, partial=not self.loss)
+        avals, _ = self._avals(params)
+        tracer = Tracer(params, lambda path: avals[path].active, key)
+        traced = [tracer.program(stages, batch, self.loss) for batch in batches]
+        return plan_step(
+            traced,
+            units(params),
+            avals,
+            batches,
+            self.config,
+            mode=self.mode,
+            unified=open_backend(self.device).unified,
+        )
+
+    def _avals(self, params: Params) -> tuple[dict[Path, Aval], _tree.Spec]:
+        leaves, spec = _tree.flatten(params)
+        for path, leaf in leaves.items():
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"params: {path!r} is a {type(leaf).__name__}; expected a tensor or None"
+                )
+        learns = self.mode != "forward"
+        avals = {
+            path: Aval.of(leaf, learns and is_active(path, leaf, self.trainable))
+            for path, leaf in leaves.items()
+        }
+        return avals, spec
+
+    def step(
+        self, params: Params, batches: Sequence[Batch], key: Key | None, **options: Any
+    ) -> Outcome:
+        """Runs one step; ``options`` are fields of :class:`mtfunc.run.Step`."""
+        if not batches:
+            raise ValueError("batch is an empty list; expected at least one micro-batch")
+        if self.program.check is not None:
+            for batch in batches:
+                self.program.check(batch)
+        compiled = self.compile(params, batches, key)
+        step = bind(compiled.schedule, params, batches, key, audit=compiled.fresh, **options)
+        run(compiled.lowered, compiled.backend, [step])
+        compiled.fresh = False
+        return collect(compiled, step)
+
+
+def bind(
+    schedule: Schedule, params: Params, batches: Sequence[Batch], key: Key | None, **options: Any
+) -> Step:
+    """A step of a schedule on these tensors, with room for what it leaves to the caller."""
+    external = {f"params/{p}": leaf.detach() for p, leaf in _tree.flatten(params)[0].items()}
+    for m, batch in enumerate(batches):
+        for path, leaf in _tree.flatten(batch)[0].items():
+            if isinstance(leaf, Tensor):
+                external[f"batch/{path}#{m}"] = leaf.detach()
+    for buffer in schedule.buffers.values():
+        if buffer.arena == "out":
+            assert buffer.aval is not None
+            external[buffer.name] = torch.empty(buffer.aval.shape, dtype=buffer.aval.dtype)
+    return Step(schedule=schedule, batches=batches, key=key, external=external, **options)
+
+
+def collect(compiled: Compiled, step: Step) -> Outcome:
+    """What a finished step leaves to its caller."""
+    schedule, results = compiled.schedule, compiled.schedule.results
+    borrowed = {leaf.untyped_storage().data_ptr() for leaf in step.external.values()}
+
+    def take(name: str) -> Tensor:
+        if name in step.external:
+            return step.external[name]
+        buffer = schedule.buffers[name]
+        leaf = compiled.backend.read(buffer)
+        compiled.backend.free(buffer)
+        return leaf.clone() if leaf.untyped_storage().data_ptr() in borrowed else leaf
+
+    carries = [
+        stages[-1].carry_out.build([take(name) for name in names])
+        for stages, names in zip(schedule.traced, results.carry)
+    ]
+    aux = []
+    for m, stages in enumerate(schedule.traced):
+        reports = [
+            (one.stage, _tree.unflatten(one.aux_spec, map(take, results.aux.get((s, m), ()))))
+            for s, one in enumerate(stages)
+        ]
+        aux.append(collect_aux(reports))
+    grads = {path: take(name) for path, name in results.grads.items()}
+    loss = take(results.loss[0]) if results.loss else None
+    return Outcome(carries, aux, grads, loss)
+
+
+def as_batches(batch: Batch | list[Batch]) -> list[Batch]:
+    """A list of micro-batches; anything but a list is one."""
+    return batch if isinstance(batch, list) else [batch]
+
+
+def _batch_signature(batch: Batch) -> Any:
+    leaves, spec = _tree.flatten(batch)
+    return spec, *(Aval.of(x) if isinstance(x, Tensor) else repr(x) for x in leaves.values())

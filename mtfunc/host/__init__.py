@@ -1,0 +1,1 @@
+"""Host memory: where parameters, gradients and moments live."""

@@ -1,0 +1,1 @@
+"""Command lines to use, read and fork."""
