@@ -54,7 +54,7 @@ class Config:
 
 
 CONFIGS = {
-    "gpt2-tiny": Config(depth=4, width=128, heads=4, vocab=256, context=256),
+    "gpt2-tiny": Config(depth=4, width=128, heads=4, vocab=256, context=256, std=0.05),
     "gpt2": Config(depth=12, width=768, heads=12),
     "gpt2-medium": Config(depth=24, width=1024, heads=16),
     "gpt2-large": Config(depth=36, width=1280, heads=20),

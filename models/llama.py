@@ -75,7 +75,15 @@ _LLAMA_3_8B = dict(
 )
 CONFIGS = {
     "llama-tiny": Config(
-        vocab=256, depth=4, width=128, heads=4, kv_heads=2, ffn=384, context=256, tied=True
+        vocab=256,
+        depth=4,
+        width=128,
+        heads=4,
+        kv_heads=2,
+        ffn=384,
+        context=256,
+        tied=True,
+        std=0.05,
     ),
     "llama-bench": Config(
         vocab=8192, depth=12, width=768, heads=12, kv_heads=12, ffn=2048, context=2048

@@ -91,14 +91,14 @@ def _streamed(program: mt.Program, params: Any, setup: dict[str, Any]) -> Built:
     )
     state = mt.init(program, params, adamw)
     train = mt.train_step(program, adamw, device="cpu")
-    for leaf in torch.utils._pytree.tree_leaves((state.params, state.opt_state)):
-        if isinstance(leaf, Tensor):
+    for leaf in flatten({"params": state.params, "moments": state.opt_state}).values():
+        if leaf is not None:
             leaf.add_(0)  # memory that was only promised would be charged to the first step
 
     def step(batch: dict[str, Tensor]) -> float:
         nonlocal state
         state, metrics = train(state, [batch])
-        state.wait()
+        _ = state.params  # reading them completes whatever is still under way
         return metrics["loss"].item()
 
     return step, lambda: flatten(state.params).values()

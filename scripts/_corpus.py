@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+import mtfunc as mt
 from scripts._flags import Refusal
 
-SUFFIXES = frozenset(
-    ".c .cc .cfg .cpp .css .csv .go .h .hpp .html .ini .java .jl .js .json .lua .md .py .pyi .r "
-    ".rs .rst .scala .sh .sql .tex .toml .ts .txt .xml .yaml .yml".split()
+TEXT = (
+    "c cc cfg cpp css csv go h hpp html ini java jl js json lua md py pyi r rs rst scala sh sql "
+    "tex toml ts txt xml yaml yml"
 )
+SUFFIXES = frozenset(f".{suffix}" for suffix in TEXT.split(" "))
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-VOCABULARY = 256
 HELD_OUT = 20
 """One file in so many is held out, or the last such part of a single file."""
 
@@ -85,6 +85,20 @@ def load(path: str | Path | None, *, context: int) -> Corpus:
         heldout=_bytes(heldout),
         digest=digest.hexdigest(),
     )
+
+
+def check_vocabulary(corpus: Corpus, model: str, vocabulary: int) -> None:
+    """Refuses text that the model has no tokens for.
+
+    Raises:
+        Refusal: some byte, and so some token and label, is out of the model's range.
+    """
+    highest = max(int(corpus.train.max()), int(corpus.heldout.max()))
+    if highest >= vocabulary:
+        raise Refusal(
+            f"corpus {corpus.name}: it holds the byte {highest}, a label out of range; {model} "
+            f"knows 0 to {vocabulary - 1}. Take a --model with a vocabulary of 256 or more"
+        )
 
 
 def _files(
@@ -149,11 +163,10 @@ def batches(
         One ``{"tokens", "labels"}`` a micro-batch, int64 of shape ``(batch / micro_batches,
         context)``; the labels are the tokens shifted by one.
     """
-    drawn = np.random.Philox(key=[seed % 2**64, step]).random_raw(batch)
-    starts = (drawn % np.uint64(len(data) - context)).astype(np.int64)
-    return [
-        _windows(data, torch.from_numpy(part), context) for part in np.split(starts, micro_batches)
-    ]
+    key = mt.random.fold_in(mt.random.fold_in(mt.random.key(seed), "data"), step)
+    drawn = mt.random.uniform(key, (batch,), torch.float64)
+    starts = (drawn * (len(data) - context)).long()
+    return [_windows(data, part, context) for part in starts.split(batch // micro_batches)]
 
 
 def heldout(data: Tensor, *, context: int, batch: int, limit: int) -> list[dict[str, Tensor]]:

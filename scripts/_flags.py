@@ -10,20 +10,26 @@ A script adds the flags it wants and sets its own defaults::
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
+from mtfunc.backends import check_device
 
-Refusal = type("Refusal", (ValueError,), {"__doc__": "Bad input; told in one line."})
+
+class Refusal(ValueError):
+    """Bad input; a script tells it without a traceback and leaves with status 2."""
 
 
 def count(text: str) -> int:
     """A whole number of at least 1."""
     return _number(text, int, lambda n: n >= 1, "a whole number, 1 or more")
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return _number(text, int, lambda n: n >= 0, "a whole number, 0 or more")
 
 
 def seed(text: str) -> int:
@@ -52,18 +58,11 @@ def _number(text: str, kind: Callable[[str], Any], fits: Callable[[Any], bool], 
 
 
 def device(text: str) -> str:
-    """A device that this machine has: ``cpu``, ``sim``, ``sim:7``, ``cuda`` or ``cuda:1``."""
-    kind = re.fullmatch(r"(cpu)|(sim)(?::\d+)?|(cuda)(?::(\d+))?", text)
-    if kind is None:
-        raise argparse.ArgumentTypeError(
-            f"unknown device {text!r}; expected cpu, cuda, cuda:N, sim or sim:SEED"
-        )
-    if kind[3] and int(kind[4] or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: torch sees {torch.cuda.device_count()} CUDA devices; take cpu or sim, or "
-            "check the driver and the build of torch"
-        )
-    return text
+    """A device that there is: ``cpu``, ``sim``, ``sim:7``."""
+    try:
+        return check_device(text)
+    except (ValueError, RuntimeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parser(description: str, examples: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -89,7 +88,7 @@ def parser(description: str, examples: str, **defaults: Any) -> argparse.Argumen
         "unless given",
     )
     group.add_argument(
-        "--device", type=device, help="cpu, cuda, cuda:N, sim or sim:SEED (%(default)s)"
+        "--device", type=device, metavar="NAME", help="cpu, sim or sim:SEED (%(default)s)"
     )
     group = made.add_argument_group("how much")
     group.add_argument("--steps", type=count, metavar="N", help="optimizer steps (%(default)s)")
@@ -142,7 +141,8 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise Refusal(*error.args) from error
+        # The text of a KeyError is its message in quotes.
+        raise Refusal(error.args[0] if isinstance(error, KeyError) else str(error)) from error
 
 
 @contextmanager
@@ -151,8 +151,4 @@ def telling(made: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except Refusal as error:
-        _exit(made, error)
-
-
-def _exit(made: argparse.ArgumentParser, error: Exception) -> NoReturn:
-    made.exit(2, f"{made.prog}: {error.args[0] if error.args else error}\n")
+        made.exit(2, f"{made.prog}: {error}\n")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 import resource
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +26,13 @@ class Memory(NamedTuple):
 
 def memory(device: str = "cpu") -> Memory:
     """What the process takes now and took at most; on CUDA also what its tensors take there."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak *= 1 if sys.platform == "darwin" else 1024
     status = Path("/proc/self/status")
-    found = re.search(r"VmRSS:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    now = int(found[1]) * 1024 if found else peak
+    if status.exists():
+        found = dict(re.findall(r"(VmRSS|VmHWM):\s*(\d+) kB", status.read_text()))
+        now, peak = int(found["VmRSS"]) * 1024, int(found["VmHWM"]) * 1024
+    else:
+        now = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = max(now, peak)  # The kernel counts them at different moments.
     if not device.startswith("cuda"):
         return Memory(now, peak)
     on_device = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -39,10 +41,5 @@ def memory(device: str = "cpu") -> Memory:
 
 def size(count: float) -> str:
     """A number of bytes for people: ``1.2 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            break
-        count /= 1000
-    else:
-        unit = "TB"
-    return f"{count:.3g} {unit}"
+    power = min(int(math.log(max(count, 1), 1000)), 4)
+    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -28,9 +28,7 @@ OTHER = "#777777"
 LANES = ("h2d", "compute", "d2h", "host")
 
 
-def losses(
-    path: Path, rows: Sequence[Mapping[str, Any]], *, bigram: float, title: str
-) -> None:
+def losses(path: Path, rows: Sequence[Mapping[str, Any]], *, bigram: float, title: str) -> None:
     """Draws training and held-out loss over the steps, and the bigram model's line.
 
     Args:
@@ -104,16 +102,16 @@ def timeline(
             linewidth=0.3,
         )
         kinds.setdefault(kind, bars)
-        _label(axes, name, left, width, lanes.index(stream), whole * 1e3)
+        _label(axes, name.removeprefix(kind).strip(), left, width, lanes.index(stream), whole * 1e3)
+    for idle in set(lanes) - {record[0] for record in records}:
+        axes.text(0, lanes.index(idle), " idle", va="center", color=OTHER, fontsize=8)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_xlim(0, whole * 1e3)
     axes.set(xlabel="milliseconds", title=title)
     axes.spines[["left", "top", "right"]].set_visible(False)
     axes.tick_params(left=False)
-    axes.legend(
-        kinds.values(), kinds, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False
-    )
+    axes.legend(kinds.values(), kinds, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path)
 
 

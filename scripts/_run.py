@@ -43,8 +43,8 @@ def choose(out: Path | None, *, model: str, resume: bool) -> Path:
         raise Refusal(f"--out {out}: it is a file; expected a directory, or a name that is free")
     if resume and not _taken(out):
         raise Refusal(
-            f"--out {out} --resume: there is no run ({SETTINGS} is missing); expected the directory "
-            "of an earlier run. Leave --resume away to start one there"
+            f"--out {out} --resume: there is no run ({SETTINGS} is missing); expected the "
+            "directory of an earlier run. Leave --resume away to start one there"
         )
     if not resume and _taken(out):
         raise Refusal(

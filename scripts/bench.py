@@ -24,7 +24,9 @@ a round: its median over rounds and a bootstrap interval of that median. An inte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -33,7 +35,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,27 @@ class Child:
             text=True,
             env=os.environ | waiting | counts | {"JAX_PLATFORMS": "cpu"},
         )
-        self.ready = self._exchange(setup)
+        self._send(setup)
+
+    @functools.cached_property
+    def ready(self) -> dict[str, Any]:
+        """What the arm says once it is built; several are built side by side."""
+        return self._receive()
 
     def ask(self, do: str, index: int) -> dict[str, Any]:
         """What the arm answers to an order: ``step`` or ``flops`` on batch ``index``."""
-        return self._exchange({"do": do, "index": index})
+        self._send({"do": do, "index": index})
+        return self._receive()
 
-    def _exchange(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
+    def _send(self, order: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        # A process that has ended breaks the pipe; what it said is known when its answer is read.
+        with contextlib.suppress(BrokenPipeError):
             print(json.dumps(order), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+
+    def _receive(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
             raise SystemExit(
@@ -93,7 +102,8 @@ class Child:
     def close(self) -> None:
         """Ends the process."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
 
@@ -183,7 +193,7 @@ def setup_of(
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def setups(args: argparse.Namespace, depth: int | None = None) -> Iterator[dict[str, Any]]:
     """The setup of the model and, inside it, of the small one that warms libraries up."""
     config = config_of(args, depth)
@@ -195,9 +205,8 @@ def setups(args: argparse.Namespace, depth: int | None = None) -> Iterator[dict[
         yield setup | {"small": small}
 
 
-def start(stack: ExitStack, setup: dict[str, Any], arm: str) -> Child:
+def start(stack: contextlib.ExitStack, setup: dict[str, Any], arm: str) -> Child:
     """A child that has built its arm."""
-    say(f"starting {arm} …")
     small = setup["small"] | {"arm": arm}
     child = Child(setup | {"arm": arm, "small": small})
     stack.callback(child.close)
@@ -233,8 +242,11 @@ def same_start(children: Sequence[Child], steps: list[dict[str, dict[str, Any]]]
 def measure(args: argparse.Namespace) -> Result:
     """All arms, in turns."""
     order = np.random.default_rng(args.seed)
-    with setups(args) as setup, ExitStack() as stack:
+    with setups(args) as setup, contextlib.ExitStack() as stack:
+        say(f"starting {', '.join(args.arms)}; all at once, so their builds share the cores …")
         children = [start(stack, setup, arm) for arm in args.arms]
+        for child in children:
+            say(f"{child.arm} is ready ({child.ready['versions']})")
         warm = [{c.arm: turn(c, "warm-up", i) for c in children} for i in range(WARM_UP)]
         check = same_start(children, warm)
         say(check)
@@ -283,7 +295,7 @@ def measure_depths(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     for depth in args.depths:
         with setups(args, depth) as setup:
             for arm in args.arms:
-                with ExitStack() as stack:
+                with contextlib.ExitStack() as stack:
                     child = start(stack, setup, arm)
                     steps = [turn(child, f"{arm}, {depth} layers", i) for i in range(WARM_UP + 2)]
                     row = {"arm": arm, "depth": depth, "size": setup["size"]}

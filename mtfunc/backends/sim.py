@@ -98,7 +98,7 @@ class Sim:
                 raise RuntimeError(f"every stream waits: {stuck}")
             if turns == 0:
                 starved = self.random.choice([None, *rest])
-                turns = self.random.randint(1, 40)
+                turns = self.random.choice([5, 50, 500])
             turns -= 1
             stream = self.random.choice([s for s in able if s != starved] or able)
             if self.landing.get(stream):

@@ -20,8 +20,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+import mtfunc
 from mtfunc import _tree
+from mtfunc.host.pack import pack_, pack_unit
 from mtfunc.host.units import units
+from mtfunc.train import TrainState
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -40,7 +41,9 @@ DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 SHOWN = 4
 
 
-def save(state: Any, directory: str | os.PathLike[str], *, keep: int = 2, **meta: Any) -> Path:
+def save(
+    state: TrainState, directory: str | os.PathLike[str], *, keep: int = 2, **meta: Any
+) -> Path:
     """Writes a training state to ``directory/step-NNNNNN``, then drops all but the newest few.
 
     Args:
@@ -60,14 +63,15 @@ def save(state: Any, directory: str | os.PathLike[str], *, keep: int = 2, **meta
     """
     if keep < 1:
         raise ValueError(f"save: keep is {keep}; expected 1 or more checkpoints to stay")
-    step = int(state.step)
+    step = state.step
     head = {
         "format": FORMAT,
         "step": step,
-        "key": None if state.key is None else int(state.key),
-        "versions": {"mtfunc": version("mtfunc"), "torch": torch.__version__},
+        "key": int(state.key),
+        "versions": {"mtfunc": mtfunc.__version__, "torch": torch.__version__},
         "meta": json.loads(json.dumps(meta)),
-        "structure": _structure(_trees(state)),
+        "structure": _structure(state.params),
+        "moments": list(state.opt_state),
     }
     parent, name = Path(directory), f"step-{step:06d}"
     parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +96,9 @@ def save(state: Any, directory: str | os.PathLike[str], *, keep: int = 2, **meta
     return parent / name
 
 
-def restore(directory: str | os.PathLike[str], *, like: Any = None, **expected: Any) -> Any:
+def restore(
+    directory: str | os.PathLike[str], *, like: TrainState | None = None, **expected: Any
+) -> TrainState:
     """Reads a training state back.
 
     Args:
@@ -113,11 +119,8 @@ def restore(directory: str | os.PathLike[str], *, like: Any = None, **expected: 
     path = _newest(Path(directory))
     head = manifest(path)
     _check_meta(path, head["meta"], expected)
-    leaves = {
-        name: leaf for file in head["files"].values() for name, leaf in file["leaves"].items()
-    }
     if like is not None:
-        _check_leaves(path, leaves, _leaves(like))
+        _check_leaves(path, head, _leaves(like))
     elif head["structure"] is None:
         raise ValueError(
             f"checkpoint {path}: its pytree holds other containers than dicts with text keys and "
@@ -125,14 +128,15 @@ def restore(directory: str | os.PathLike[str], *, like: Any = None, **expected: 
         )
     for name, file in head["files"].items():
         _check_file(path / name, file)
-    if like is None:
-        like = _fresh(head, leaves)
-    targets = _leaves(like)
+    state = _fresh(head) if like is None else like
+    targets = _leaves(state)
     for name in head["files"]:
         with safe_open(path / name, framework="pt") as file:
             for leaf in file.keys():  # noqa: SIM118
                 targets[leaf].copy_(file.get_tensor(leaf))
-    return _at(like, head)
+    restored = TrainState(state.params, state._moments, head["step"], torch.tensor(head["key"]))
+    state._spent = "mt.restore filled it; use the state that it returned"
+    return restored
 
 
 def manifest(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -159,32 +163,25 @@ def manifest(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return head
 
 
-def _trees(state: Any) -> dict[str, Any]:
-    return {"params": state.params, "opt_state": state.opt_state}
+def _leaves(state: TrainState) -> dict[str, Tensor]:
+    """All leaves by the name that they have on disk."""
+    return _tree.flatten({"params": state.params, "opt_state": state.opt_state})[0]
 
 
-def _leaves(state: Any) -> dict[str, Tensor]:
-    return _tree.flatten(_trees(state))[0]
-
-
-def _write_units(state: Any, directory: Path) -> dict[str, Any]:
+def _write_units(state: TrainState, directory: Path) -> dict[str, Any]:
     """One file a unit, with its parameters and all their moments."""
-    grouped: dict[str, list[str]] = {}
-    for prefix, tree in {
-        "params": state.params,
-        **{f"opt_state/{kind}": tree for kind, tree in state.opt_state.items()},
-    }.items():
-        for unit, paths in units(tree).items():
-            grouped.setdefault(unit, []).extend(_tree.join(prefix, path) for path in paths)
-    leaves, files = _leaves(state), {}
-    for i, (unit, names) in enumerate(grouped.items()):
-        name = f"{i:04d}-{re.sub(r'[^A-Za-z0-9_.]+', '-', unit)}.safetensors"
-        save_file({n: leaves[n].detach().contiguous() for n in names}, directory / name)
-        files[name] = {
+    leaves, kinds, files = _leaves(state), list(state.opt_state), {}
+    for i, (unit, paths) in enumerate(units(state.params).items()):
+        prefixes = ["params", *(f"opt_state/{kind}" for kind in kinds)]
+        names = [_tree.join(prefix, path) for prefix in prefixes for path in paths]
+        held = {name: leaves[name].detach().contiguous() for name in names if name in leaves}
+        file = f"{i:04d}-{re.sub(r'[^A-Za-z0-9_.]+', '-', unit)}.safetensors"
+        save_file(held, directory / file)
+        files[file] = {
             "unit": unit,
-            "bytes": (directory / name).stat().st_size,
-            "sha256": _digest(directory / name),
-            "leaves": {n: _kind(leaves[n]) for n in names},
+            "bytes": (directory / file).stat().st_size,
+            "sha256": _digest(directory / file),
+            "leaves": {name: _kind(leaf) for name, leaf in held.items()},
         }
     return files
 
@@ -216,19 +213,30 @@ def _described(node: Any) -> Any:
     raise TypeError(type(node).__name__)
 
 
-def _fresh(head: dict[str, Any], leaves: dict[str, Any]) -> Any:
-    """An empty state of the manifest's structure, packed."""
+def _fresh(head: dict[str, Any]) -> TrainState:
+    """A state of the manifest's structure, with room for its leaves."""
+    leaves: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for file in head["files"].values():
+        kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in head["moments"]}
+        for name, kind in file["leaves"].items():
+            leaf = torch.empty(kind["shape"], dtype=DTYPES[kind["dtype"]])
+            tree, _, path = name.partition("/")
+            if tree == "params":
+                leaves[path] = leaf
+            else:
+                moment, _, path = path.partition("/")
+                kinds[moment][path] = leaf
+        moments[file["unit"]] = {kind: pack_unit(held) for kind, held in kinds.items()}
 
     def build(node: Any, path: str) -> Any:
-        if node is None:
-            return None
-        if node == "*":
-            return torch.empty(leaves[path]["shape"], dtype=DTYPES[leaves[path]["dtype"]])
         if isinstance(node, list):
             return [build(child, _tree.join(path, i)) for i, child in enumerate(node)]
-        return {key: build(child, _tree.join(path, key)) for key, child in node.items()}
+        if isinstance(node, dict):
+            return {key: build(child, _tree.join(path, key)) for key, child in node.items()}
+        return None if node is None else leaves[path]
 
-    raise NotImplementedError
+    return TrainState(pack_(build(head["structure"], "")), moments, 0, torch.zeros(()))
 
 
 def _check_meta(path: Path, got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -248,7 +256,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-def _check_leaves(path: Path, got: dict[str, Any], like: dict[str, Tensor]) -> None:
+def _check_leaves(path: Path, head: dict[str, Any], like: dict[str, Tensor]) -> None:
+    files = head["files"].values()
+    got = {name: kind for file in files for name, kind in file["leaves"].items()}
     expected = {name: _kind(leaf) for name, leaf in like.items()}
     _refuse(
         path,

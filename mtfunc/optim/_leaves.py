@@ -1,0 +1,104 @@
+"""How every optimizer walks the leaves of a unit: matched by path, then flat, in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from mtfunc._base import Leaves
+
+Row = tuple[Tensor, ...]
+"""One leaf's ``(param, grad, *moments)``."""
+
+_BLOCK = 2**18
+"""Elements of a block: its scratch stays in cache. A multiple of every vector width, so that
+blocks round as the whole leaf does."""
+
+
+def zeros(where: str, params: Leaves, *kinds: str) -> dict[str, Leaves]:
+    """Fresh moments of each kind: zeros, contiguous, in each parameter's shape and dtype.
+
+    Raises:
+        TypeError: a parameter is not floating.
+    """
+    for path, param in params.items():
+        if not param.is_floating_point():
+            raise TypeError(
+                f"mt.{where}: params[{path!r}]: expected a floating tensor, got {param.dtype}; "
+                "leave integer leaves out, they have no gradient"
+            )
+    return {
+        kind: {
+            path: torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+            for path, param in params.items()
+        }
+        for kind in kinds
+    }
+
+
+def match(where: str, params: Leaves, **others: Mapping[str, Tensor | None]) -> list[Row]:
+    """Matches leaves by path: the gradients come first, then the moments.
+
+    Raises:
+        KeyError: a leaf has no gradient or no moment.
+        ValueError: a gradient or a moment has another shape than its parameter.
+        TypeError: a moment has another dtype than its parameter.
+    """
+    return [
+        (param, *(_matched(where, path, param, name, others[name]) for name in others))
+        for path, param in params.items()
+    ]
+
+
+def _matched(
+    where: str, path: str, param: Tensor, name: str, leaves: Mapping[str, Tensor | None]
+) -> Tensor:
+    leaf = leaves.get(path)
+    if leaf is None:
+        raise KeyError(
+            f"mt.{where}: {name}[{path!r}]: expected a tensor for every path of params, got none; "
+            "leave frozen leaves out of params, as of init's"
+        )
+    if leaf.shape != param.shape:
+        raise ValueError(
+            f"mt.{where}: {name}[{path!r}]: expected the parameter's shape {tuple(param.shape)}, "
+            f"got {tuple(leaf.shape)}"
+        )
+    if name != "grads" and leaf.dtype != param.dtype:
+        raise TypeError(
+            f"mt.{where}: {name}[{path!r}]: expected the parameter's dtype {param.dtype}, got "
+            f"{leaf.dtype}; convert the moments with the parameters, or begin with init's"
+        )
+    return leaf
+
+
+def alike(row: Row) -> bool:
+    """Whether a kernel can take the tensors as they are: contiguous, one dtype and device."""
+    param = row[0]
+    return all(
+        leaf.is_contiguous() and leaf.dtype == param.dtype and leaf.device == param.device
+        for leaf in row
+    )
+
+
+def blocks(row: Row) -> Iterator[Row]:
+    """Yields flat blocks to update in place, the gradient being a scratch in param's dtype.
+
+    Converting block by block keeps the scratch in cache, and the update at memory bandwidth;
+    converting a whole bfloat16 gradient first is five times slower. Leaves that are not contiguous
+    are updated in a copy and written back.
+    """
+    param, grad, *moments = row
+    owned = (param, *moments)
+    flat = [leaf.contiguous().view(-1) for leaf in owned]
+    source = grad.reshape(-1)
+    scratch = torch.empty(min(param.numel(), _BLOCK), dtype=param.dtype, device=param.device)
+    for start in range(0, param.numel(), _BLOCK):
+        first, *rest = (leaf[start : start + _BLOCK] for leaf in flat)
+        piece = scratch[: first.numel()].copy_(source[start : start + _BLOCK])
+        yield first, piece, *rest
+    for leaf, updated in zip(owned, flat):
+        if not leaf.is_contiguous():
+            leaf.copy_(updated.view(leaf.shape))
