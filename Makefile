@@ -13,7 +13,7 @@ help:
 	@echo 'make test    run the tests (ARGS="-k schedule" goes to pytest)'
 	@echo 'make bench   compare a streamed step with its peers (ARGS="--help" says more)'
 	@echo 'make lint    ruff and mypy; "make format" mends what can be mended'
-	@echo 'make clean   remove caches, runs and the virtual environment'
+	@echo 'make clean   remove caches and the virtual environment; runs/ stays'
 
 train: .venv
 	$(BIN)/python scripts/train.py $(ARGS)
@@ -34,7 +34,7 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs dist .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) dist .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv: $(VENV)/.installed
@@ -44,6 +44,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python " \
 	  + sys.version.split()[0] + "; expected 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
+	@echo 'installing into $(VENV); torch is large, so the first time takes minutes'
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[scripts,test]'
 	@touch $@
 

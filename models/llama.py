@@ -10,7 +10,7 @@ Shape suffixes:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
@@ -70,8 +70,15 @@ class Config:
         return self.width // self.heads
 
 
-_LLAMA_3_8B = dict(
-    vocab=128_256, depth=32, width=4096, heads=32, kv_heads=8, ffn=14_336, theta=500_000.0
+_LLAMA_3_8B = Config(
+    vocab=128_256,
+    depth=32,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14_336,
+    context=8192,
+    theta=500_000.0,
 )
 CONFIGS = {
     "llama-tiny": Config(
@@ -91,8 +98,8 @@ CONFIGS = {
     "llama-2-7b": Config(
         vocab=32_000, depth=32, width=4096, heads=32, kv_heads=32, ffn=11_008, context=4096
     ),
-    "llama-3-8b": Config(**_LLAMA_3_8B, context=8192),
-    "llama-3.1-8b": Config(**_LLAMA_3_8B, context=131_072, scaling=RopeScaling(factor=8.0)),
+    "llama-3-8b": _LLAMA_3_8B,
+    "llama-3.1-8b": replace(_LLAMA_3_8B, context=131_072, scaling=RopeScaling(factor=8.0)),
     "llama-3.2-1b": Config(
         vocab=128_256,
         depth=16,

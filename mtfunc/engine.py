@@ -22,7 +22,12 @@ from mtfunc.schedule.operation import Lowered
 from mtfunc.trace import Aval, Tracer, is_active
 
 CACHED = 8
-"""How many shapes an engine stays compiled for."""
+"""How many shapes an engine stays compiled for, and keeps device memory for."""
+
+PLANNED = 64
+"""How many schedules are remembered; they are data, and the same on every discrete device."""
+
+_planned: OrderedDict[Any, tuple[Schedule, Lowered]] = OrderedDict()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,13 +94,20 @@ class Engine:
         if signature in self.cache:
             self.cache.move_to_end(signature)
             return self.cache[signature]
-        schedule = self.plan(params, batches, key)
         backend = open_backend(self.device)
+        what = (self.program, self.mode, self.loss, self.config, backend.unified, key is None)
+        if (what, signature) not in _planned:
+            schedule = self.plan(params, batches, key)
+            _planned[what, signature] = (schedule, schedule.lower())
+        _planned.move_to_end((what, signature))
+        schedule, lowered = _planned[what, signature]
         backend.open(schedule.sizes)
-        made = Compiled(schedule=schedule, lowered=schedule.lower(), backend=backend)
+        made = Compiled(schedule=schedule, lowered=lowered, backend=backend)
         self.cache[signature] = made
         while len(self.cache) > CACHED:
             self.cache.popitem(last=False)[1].backend.close()
+        while len(_planned) > PLANNED:
+            _planned.popitem(last=False)
         return made
 
     def plan(self, params: Params, batches: Sequence[Batch], key: Key | None) -> Schedule:

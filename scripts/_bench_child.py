@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import zlib
@@ -123,6 +124,7 @@ def build(setup: dict[str, Any]) -> tuple[Arm, dict[str, Any]]:
 
 def main() -> None:
     """Answers orders until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not look like an answer
     setup = json.loads(sys.stdin.readline())

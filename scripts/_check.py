@@ -1,4 +1,4 @@
-"""The first thing a run does: streamed gradients against the standard autograd graph."""
+"""What a run checks: its first gradients against the standard graph, its numbers being finite."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ def first_difference(
             apart = (got.double() - wanted.double()).abs().max().item()
             return f"{where} differs, by {apart:.3g} at most"
     return None
+
+
+def check_finite(what: str, tree: Any) -> None:
+    """Insists on finite numbers.
+
+    Raises:
+        mtfunc.NonFiniteError: some leaf holds an infinite number or NaN; the first is named.
+    """
+    for path, leaf in _tree.flatten(tree)[0].items():
+        if not bool(torch.isfinite(leaf).all()):
+            raise mt.NonFiniteError(f"{what} not finite{f', first at {path!r}' if path else ''}")
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -147,8 +147,10 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def telling(made: argparse.ArgumentParser) -> Iterator[None]:
-    """A :class:`Refusal` ends the script with its message and status 2."""
+    """A :class:`Refusal` ends the script with its message and status 2, Ctrl-C with 130."""
     try:
         yield
     except Refusal as error:
         made.exit(2, f"{made.prog}: {error}\n")
+    except KeyboardInterrupt:
+        made.exit(130, f"{made.prog}: interrupted before anything was trained\n")

@@ -52,6 +52,7 @@ WARM_UP = 3
 TOLERANCE = 1e-4
 """Of the loss, relative: float32 sums in another order, through three steps of Adam."""
 ADAMW = {"lr": 3e-4, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "decay": 0.1}
+WITHOUT_JAX = "jax or optax cannot be imported; pip install -e '.[bench]' brings both"
 
 
 class Child:
@@ -102,9 +103,10 @@ class Child:
     def close(self) -> None:
         """Ends the process."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.terminate()
+        self.process.wait()
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.wait()
         self.process.stdout.close()
 
 
@@ -115,29 +117,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--arms", metavar="A,B", help="which arms, the first compared with the others")
-    add("--rounds", type=_flags.count, metavar="N", help="steps of each arm after warm-up (20)")
-    add("--threads", type=_flags.count, default=2, metavar="N", help="cores for all arms (2)")
-    add("--model", default="llama-bench", choices=llama.CONFIGS, help="size of Llama")
-    add("--layers", type=_flags.count, metavar="N", help="another depth")
-    add(
-        "--width",
-        type=_flags.count,
-        metavar="N",
-        help="another width, heads of 64",
-    )
-    add("--vocab", type=_flags.count, metavar="N", help="another vocabulary")
-    add("--batch", type=_flags.count, metavar="N", help="rows a step (2)")
-    add("--context", type=_flags.count, metavar="N", help="tokens a row (512)")
-    add("--depths", metavar="6,12,24", help="transient memory at these depths, and nothing else")
-    add(
-        "--seed",
-        type=_flags.seed,
-        default=0,
-        metavar="N",
-        help="of weights, data and order",
-    )
+    add, count = parser.add_argument, {"type": _flags.count, "metavar": "N"}
+    add("--arms", type=arms, metavar="A,B", help="which arms, the first compared with the others")
+    add("--rounds", **count, help="steps of each arm after warm-up (20)")
+    add("--threads", **count, default=2, help="cores that all arms share (2)")
+    add("--model", default="llama-bench", choices=llama.CONFIGS, help="the Llama (llama-bench)")
+    add("--layers", **count, help="another depth")
+    add("--width", **count, help="another width, in heads of 64 and 8/3 of it in the middle")
+    add("--vocab", **count, help="another vocabulary")
+    add("--batch", **count, help="rows a step (2)")
+    add("--context", **count, help="tokens a row (512)")
+    add("--depths", type=depths, metavar="6,12,24", help="transient memory by depth, nothing else")
+    add("--seed", type=_flags.seed, default=0, metavar="N", help="of weights, data and order (0)")
     add("--json", type=Path, metavar="FILE", help="every step and the summary as JSON lines")
     add("--markdown", type=Path, metavar="FILE", help="the results as a page of the docs")
     add("--quick", action="store_true", help="a toy model and three rounds, to see it work")
@@ -148,15 +139,38 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in (quick if args.quick else usual).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.depths = [int(depth) for depth in args.depths.split(",")] if args.depths else []
-    args.asked = args.arms is not None
-    args.arms = (args.arms or ("streamed" if args.depths else ",".join(ARMS))).split(",")
-    if unknown := [arm for arm in args.arms if arm not in ARMS]:
-        parser.error(f"unknown arms {', '.join(unknown)}; expected some of {', '.join(ARMS)}")
+    if not args.arms:
+        args.arms = ["streamed"] if args.depths else available(ARMS)
+    elif missing := set(args.arms) - set(available(args.arms)):
+        parser.error(f"--arms {missing.pop()}: {WITHOUT_JAX}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if args.threads > (cores or 1):
         parser.error(f"--threads {args.threads}: this machine gives {cores}. Ask for fewer")
     return args
+
+
+def arms(text: str) -> list[str]:
+    """Names of arms, each once."""
+    names = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in ARMS]:
+        raise argparse.ArgumentTypeError(
+            f"unknown arms {', '.join(unknown)}; expected some of {', '.join(ARMS)}"
+        )
+    return names
+
+
+def depths(text: str) -> list[int]:
+    """Numbers of layers."""
+    try:
+        return sorted({_flags.count(depth) for depth in text.split(",")})
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected depths such as 6,12,24") from None
+
+
+def available(names: Sequence[str]) -> list[str]:
+    """Those arms whose libraries are installed."""
+    found = all(importlib.util.find_spec(library) for library in ("jax", "optax"))
+    return [name for name in names if found or name != "jax"]
 
 
 def config_of(args: argparse.Namespace, depth: int | None = None) -> llama.Config:
@@ -225,7 +239,8 @@ def same_start(children: Sequence[Child], steps: list[dict[str, dict[str, Any]]]
     apart = 0.0
     for index, answers in enumerate(steps):
         losses = {arm: answer["loss"] for arm, answer in answers.items()}
-        spread = (max(losses.values()) - min(losses.values())) / abs(min(losses.values()))
+        # numpy's extremes are NaN where one value is; Python's depend on the order.
+        spread = float(np.ptp(list(losses.values())) / abs(next(iter(losses.values()))))
         if not spread <= TOLERANCE:
             raise SystemExit(
                 f"bench: losses of step {index} lie {spread:.1e} apart, expected {TOLERANCE:g} at "
@@ -308,16 +323,8 @@ def measure_depths(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what the command line asks for and prints what was found."""
     args = parse(argv)
-    without = [name for name in ("jax", "optax") if importlib.util.find_spec(name) is None]
-    notes = []
-    if "jax" in args.arms and without:
-        args.arms.remove("jax")
-        notes.append(
-            f"The jax arm was left out, since {' and '.join(without)} cannot be imported here; "
-            "make bench installs them, as does pip install -e '.[bench]'."
-        )
-        if not args.arms or args.asked:
-            raise SystemExit(f"bench: {notes[0]}")
+    left_out = args.arms == list(ARMS[:-1]) and available(ARMS) == args.arms
+    notes = [f"There is no jax arm here, since {WITHOUT_JAX}."] if left_out else []
     command = "python scripts/bench.py " + " ".join(sys.argv[1:] if argv is None else argv)
     if args.depths:
         rows = measure_depths(args)
@@ -338,4 +345,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

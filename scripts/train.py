@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -18,11 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+# Threads that spin while they wait slow each other down where cores are shared: up to tenfold.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import models
 import mtfunc as mt
-from mtfunc.io import restore, save
+from mtfunc.io import checkpoints, restore, save
 from scripts import _bigram, _corpus, _flags, _pictures, _run
-from scripts._check import first_difference
+from scripts._check import check_finite, first_difference
 from scripts._corpus import Corpus
 from scripts._flags import Refusal
 from scripts._interrupt import interruptible
@@ -161,7 +165,7 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Those there are, oldest first."""
-        return sorted((self.out / CHECKPOINTS).glob("step-*"))
+        return checkpoints(self.out / CHECKPOINTS)
 
     def go_on(self) -> str:
         """The command that continues this run."""
@@ -334,7 +338,9 @@ def train(run: Run, state: mt.TrainState) -> tuple[mt.TrainState, bool]:
     def look(state: mt.TrainState) -> dict[str, float]:
         if state.step % flags.evaluate_every and state.step != flags.steps:
             return {}
-        return {"heldout": mt.Mean.pool(evaluate(state.params, run.heldout)).item()}
+        loss = mt.Mean.pool(evaluate(state.params, run.heldout))
+        check_finite(f"step {state.step}: the held-out loss is {loss},", loss)
+        return {"heldout": loss.item()}
 
     display = Display(
         flags.steps,
@@ -346,7 +352,8 @@ def train(run: Run, state: mt.TrainState) -> tuple[mt.TrainState, bool]:
     with display, interruptible() as asked:
         if not _run.rows(metrics):
             _run.append(metrics, {"step": 0} | look(state))
-        while state.step < flags.steps and not asked():
+        stop = asked()
+        while state.step < flags.steps and not stop:
             start, rate = time.perf_counter(), run.learning_rate(state.step)
             last = state.step + 1 == flags.steps
             state, found = step(state, run.batches(state.step), record=last)
@@ -355,7 +362,9 @@ def train(run: Run, state: mt.TrainState) -> tuple[mt.TrainState, bool]:
             _run.append(metrics, row | look(state))
             _run.append(run.out / TIMINGS, {"step": state.step, "seconds": seconds})
             display.update(state.step, loss)
-            if last or asked() or state.step % flags.save_every == 0:
+            stop = asked()
+            if last or stop or state.step % flags.save_every == 0:
+                check_finite(f"step {state.step} is not saved: its parameters are", state.params)
                 save(state, run.out / CHECKPOINTS, **run.model)
     if step.timeline:
         title = f"{flags.model}, one step of {flags.batch} × {flags.context} on {flags.device}"

@@ -1,7 +1,8 @@
 """A simulated device that is as unkind as a real one may be.
 
 It executes the lowered queues over real arenas, in one thread and from a seed. Streams take turns
-at random as far as their waits allow, one of them starved for a while; a copy lands piece by
+as far as their waits allow, for a while mostly in one random order of precedence, so that some
+run far ahead and others starve, then in another; a copy lands piece by
 piece while other streams run on; freed bytes and bytes not yet written hold NaN (all bits set);
 and freed memory is used again at once, since addresses are the schedule's. A wait that is missing
 shows as a wrong number, a NaN or a read of a buffer that holds nothing.
@@ -82,7 +83,7 @@ class Sim:
         return event in self.recorded
 
     def drive(self, queues: Mapping[str, list[Any]], issue: Callable[[str, Any], bool]) -> None:
-        """Streams take turns at random.
+        """Streams take turns, some far ahead of others.
 
         Raises:
             RuntimeError: every stream waits for another.
@@ -90,17 +91,18 @@ class Sim:
         self.recorded.clear()
         self.landing.clear()
         rest = {stream: list(reversed(queue)) for stream, queue in queues.items()}
-        starved, turns = None, 0
+        order, turns = list(rest), 0
         while any(rest.values()) or any(self.landing.values()):
             able = [s for s in rest if self.landing.get(s) or self._able(rest[s])]
             if not able:
                 stuck = ", ".join(f"{s} for {queue[-1][1]}" for s, queue in rest.items() if queue)
                 raise RuntimeError(f"every stream waits: {stuck}")
             if turns == 0:
-                starved = self.random.choice([None, *rest])
+                self.random.shuffle(order)
                 turns = self.random.choice([5, 50, 500])
             turns -= 1
-            stream = self.random.choice([s for s in able if s != starved] or able)
+            hasty = self.random.random() < 0.9
+            stream = min(able, key=order.index) if hasty else self.random.choice(able)
             if self.landing.get(stream):
                 target, source = self.landing[stream].pop(0)
                 target.copy_(source)

@@ -1,5 +1,5 @@
 """Checkpoints on disk."""
 
-from mtfunc.io.checkpoint import manifest, restore, save
+from mtfunc.io.checkpoint import checkpoints, manifest, restore, save
 
-__all__ = ["manifest", "restore", "save"]
+__all__ = ["checkpoints", "manifest", "restore", "save"]

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from mtfunc.train import TrainState
 FORMAT = 1
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old")
+"""A whole checkpoint; one that stepped aside for its heir counts until that is in place."""
 DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 SHOWN = 4
 
@@ -90,7 +92,7 @@ def save(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _flush(parent)
-    others = [path for path in _checkpoints(parent) if path.name != name]
+    others = [path for path in checkpoints(parent) if path.name != name]
     for old in others[: max(0, len(others) + 1 - keep)]:
         shutil.rmtree(old)
     return parent / name
@@ -137,6 +139,17 @@ def restore(
     restored = TrainState(state.params, state._moments, head["step"], torch.tensor(head["key"]))
     state._spent = "mt.restore filled it; use the state that it returned"
     return restored
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+    """The whole checkpoints in a directory, oldest first; none where there is no directory."""
+    parent = Path(directory)
+    found: dict[int, Path] = {}
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        named = NAME.fullmatch(path.name)
+        if named:
+            found[int(named[1] or named[2])] = path
+    return [found[step] for step in sorted(found)]
 
 
 def manifest(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -241,14 +254,15 @@ def _fresh(head: dict[str, Any]) -> TrainState:
 
 def _check_meta(path: Path, got: dict[str, Any], expected: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(expected))
-    _refuse(
-        path,
-        [
-            f"{name} is {_short(got.get(name))}, expected {_short(value)}"
-            for name, value in wanted.items()
-            if name not in got or got[name] != value
-        ],
-    )
+    _refuse(path, [d for name in wanted for d in _apart(name, got.get(name), wanted[name])])
+
+
+def _apart(name: str, got: Any, wanted: Any) -> Iterator[str]:
+    if isinstance(got, dict) and isinstance(wanted, dict):
+        for key in {**wanted, **got}:
+            yield from _apart(f"{name}/{key}", got.get(key), wanted.get(key))
+    elif got != wanted:
+        yield f"{name} is {_short(got)}, expected {_short(wanted)}"
 
 
 def _short(value: Any) -> str:
@@ -300,20 +314,10 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _checkpoints(directory: Path) -> list[Path]:
-    """Whole checkpoints, oldest first; one that stepped aside counts until its heir is there."""
-    found: dict[int, Path] = {}
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        named = NAME.fullmatch(path.name)
-        if named:
-            found[int(named[1] or named[2])] = path
-    return [found[step] for step in sorted(found)]
-
-
 def _newest(directory: Path) -> Path:
     if (directory / MANIFEST).exists():
         return directory
-    found = _checkpoints(directory)
+    found = checkpoints(directory)
     if not found:
         raise FileNotFoundError(
             f"checkpoint {directory}: there is none; expected a directory that mt.save wrote, or "

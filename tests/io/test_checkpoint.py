@@ -231,6 +231,15 @@ def test_other_meta_is_refused(tmp_path):
         restore(tmp_path, model="gpt2", seed=0)
 
 
+def test_what_differs_inside_meta_is_named(tmp_path):
+    save(odd_state(), tmp_path, config={"width": 128, "rope": {"factor": 8.0}, "old": 1})
+    message = (
+        "config/width is 128, expected 64; config/rope/factor is 8.0, expected 4.0; config/old"
+    )
+    with pytest.raises(ValueError, match=message):
+        restore(tmp_path, config={"width": 64, "rope": {"factor": 4.0}})
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import mpmath
 import numpy as np
 import pytest
 import torch
@@ -365,29 +364,21 @@ def test_bfloat16_stays_bfloat16_and_close(module, config):
 @pytest.mark.parametrize("scaling", [None, common.RopeScaling(factor=32.0)], ids=["plain", "3.2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_rotary_angles_are_right_at_a_million_tokens(dtype, scaling):
-    """Against 40 digits: the angles themselves, so an error anywhere in forming them shows."""
-    positions = [0, 1, 65_537, 2**20 - 1, 2**20, 2**20 + 1]
+    """Against numpy's long double, so that an error anywhere in forming the angles shows."""
+    positions = np.array([0, 1, 65_537, 2**20, 2**20 + 1, 2**24 + 1], dtype=np.longdouble)
     turn = common.rope_frequencies(64, 500_000.0, scaling)
-    cos, sin = common.rope_angles(torch.tensor([positions]), turn, dtype)
-    config = dataclasses.replace(models.get("llama-3.2-1b")[1], scaling=scaling)
-    with mpmath.workdps(40):
-        plain = [2 * mpmath.pi * mpmath.mpf(500_000) ** (mpmath.mpf(i) / 32) for i in range(32)]
-        if scaling is not None:
-            plain = [stretched(length, config.scaling) for length in plain]
-        angles = [[2 * mpmath.pi * p / length for length in plain] for p in positions]
-        exact_cos = np.array([[float(mpmath.cos(a)) for a in row] for row in angles])
-        exact_sin = np.array([[float(mpmath.sin(a)) for a in row] for row in angles])
-    assert cos.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    bound = 1e-9 if dtype == torch.float64 else 6.1e-8
-    assert np.abs(cos[0, 0].double().numpy() - exact_cos).max() < bound
-    assert np.abs(sin[0, 0].double().numpy() - exact_sin).max() < bound
-
-
-def stretched(length: mpmath.mpf, s: common.RopeScaling) -> mpmath.mpf:
-    """A wavelength after Llama 3's scaling, in the precision of the context."""
-    share = (s.original_context / length - s.low) / (mpmath.mpf(s.high) - s.low)
-    share = min(max(share, 0), 1)
-    return 1 / ((1 - share) / (length * s.factor) + share / length)
+    got = common.rope_angles(torch.tensor(positions.astype(np.int64))[None], turn, dtype)
+    pi = 4 * np.arctan(np.longdouble(1))
+    length = 2 * pi * np.longdouble(500_000) ** (np.arange(32, dtype=np.longdouble) / 32)
+    if scaling is not None:
+        low, high, factor = scaling.low, scaling.high, scaling.factor
+        share = np.clip((scaling.original_context / length - low) / (high - low), 0, 1)
+        length = 1 / ((1 - share) / (length * factor) + share / length)
+    angles = 2 * pi * positions[:, None] / length
+    bound = 1e-8 if dtype == torch.float64 else 6.1e-8
+    for part, exact in zip(got, (np.cos(angles), np.sin(angles))):
+        assert part.dtype == torch.promote_types(dtype, torch.float32)
+        assert np.abs(part[0, 0].double().numpy() - exact).max() < bound
 
 
 def test_rotary_scores_depend_on_distance_alone():

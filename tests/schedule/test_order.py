@@ -82,7 +82,7 @@ def test_two_steps_without_a_barrier_equal_the_cpu(config, expected):
 
 
 def test_each_wait_is_needed_verify_names_it_and_the_simulator_catches_it(expected, capsys):
-    seeds = 40
+    seeds = 80
     total = caught = 0
     missed = []
     for config in CONFIGS:
@@ -111,7 +111,7 @@ def test_each_wait_is_needed_verify_names_it_and_the_simulator_catches_it(expect
         print(f"\nwaits removed: {total}; named by verify: {total}; caught by sim: {caught}")
         print("\n".join(missed))
     assert total > 100
-    assert caught >= 0.9 * total, missed
+    assert caught >= 0.95 * total, missed
 
 
 def test_edges_are_between_streams_and_forward():

@@ -77,6 +77,8 @@ def test_refusals_are_told_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"), _flags.telling(made), _flags.refusing(KeyError):
         raise KeyError("no 'a'; there is 'b'")
     assert capsys.readouterr().err == "p.py: no 'a'; there is 'b'\n"
+    with pytest.raises(SystemExit, match="130"), _flags.telling(made):
+        raise KeyboardInterrupt
     with pytest.raises(Refusal, match="No such file"), _flags.refusing(OSError):
         Path("/nowhere/at/all").read_text()
     with pytest.raises(ZeroDivisionError), _flags.telling(made), _flags.refusing(KeyError):
