@@ -173,6 +173,13 @@ class Traced:
                 )
             distinct = dict(zip(self.carry_out.places, leaves.values()))
             fresh = [distinct[i] for i, source in enumerate(self.sources) if source is None]
+            for i, source in enumerate(self.sources):
+                if source is not None and distinct[i] is not inputs[source]:
+                    raise ValueError(
+                        f"stage {self.stage.name!r} returned another tensor where it passed on a "
+                        "leaf of its carry when it first ran with these shapes. What a stage "
+                        "returns cannot depend on values: use torch.where"
+                    )
             for leaf, aval in zip(fresh, self.outputs):
                 if tuple(leaf.shape) != aval.shape or leaf.dtype != aval.dtype:
                     raise ValueError(
@@ -265,8 +272,13 @@ def _trace(
     watched = {"parameters": leaves[: site.n_params], "carry": leaves[site.n_params :]}
     watched["batch"] = [x for x in _tree.flatten(batch)[0].values() if isinstance(x, Tensor)]
     before = {what: [x._version for x in group] for what, group in watched.items()}
-    with torch.no_grad(), _named(site.stage):
-        site.apply(leaves, batch, key, 0)
+    with torch.enable_grad(), _named(site.stage):
+        out, _, _, _ = site.apply(leaves, batch, key, 0)
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out.values()):
+        raise ValueError(
+            f"stage {name!r} closes over a tensor that requires grad, whose gradient would be "
+            "lost; expected a pure function. Put the tensor in the parameters, or detach() it"
+        )
     for what, group in watched.items():
         if before[what] != [leaf._version for leaf in group]:
             raise ValueError(

@@ -92,14 +92,15 @@ def timeline(
     kinds: dict[str, Any] = {}
     for stream, name, start, stop, kind in records:
         left, width = (start - origin) * 1e3, (stop - start) * 1e3
+        colour = COLOURS.get(kind, OTHER)
         bars = axes.barh(
             lanes.index(stream),
             width,
             left=left,
             height=0.72,
-            color=COLOURS.get(kind, OTHER),
-            edgecolor="white",
-            linewidth=0.3,
+            color=colour,
+            edgecolor="white" if stop - start > 0.004 * whole else colour,
+            linewidth=0.5,
         )
         kinds.setdefault(kind, bars)
         _label(axes, name.removeprefix(kind).strip(), left, width, lanes.index(stream), whole * 1e3)
