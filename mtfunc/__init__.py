@@ -5,6 +5,8 @@ from mtfunc._base import Aux, Batch, Carry, Key, Optimizer, Params
 from mtfunc.api import evaluate, forward, schedule, value_and_grad
 from mtfunc.config import StreamConfig
 from mtfunc.host.pack import pack
+from mtfunc.host.transfer import Transfer, device_get, device_put
+from mtfunc.io import restore, save
 from mtfunc.loss import Mean
 from mtfunc.optim import adamw, lion, sgd
 from mtfunc.program import Program, chain, scan, stage
@@ -25,8 +27,11 @@ __all__ = [
     "Program",
     "StreamConfig",
     "TrainState",
+    "Transfer",
     "adamw",
     "chain",
+    "device_get",
+    "device_put",
     "evaluate",
     "forward",
     "init",
@@ -35,6 +40,8 @@ __all__ = [
     "pack",
     "random",
     "reference",
+    "restore",
+    "save",
     "scan",
     "schedule",
     "sgd",

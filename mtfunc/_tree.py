@@ -29,9 +29,7 @@ class Spec(NamedTuple):
         pairs = list(zip(self.keys, (c.canonical() for c in self.children)))
         if isinstance(self.kind, type) and issubclass(self.kind, dict):
             pairs.sort(key=lambda pair: str(pair[0]))
-        return Spec(
-            self.kind, tuple(k for k, _ in pairs), tuple(c for _, c in pairs), self.context
-        )
+        return Spec(self.kind, tuple(k for k, _ in pairs), tuple(c for _, c in pairs), self.context)
 
     def paths(self, prefix: str = "") -> Iterator[str]:
         """The path of every leaf, in the order of ``flatten``."""

@@ -376,9 +376,8 @@ def collect_aux(reports: Sequence[tuple[Stage, Any]]) -> dict[str, Any]:
             scans.setdefault(stage.scan, []).append(value)
             aux[stage.scan] = None
     for name, values in scans.items():
-        leaves = [_tree.flatten(value)[0] for value in values]
-        aux[name] = _tree.map_leaves(
-            lambda path, _, leaves=leaves: torch.stack([torch.as_tensor(x[path]) for x in leaves]),
-            values[0],
-        )
+        leaves, spec = _tree.flatten(values[0])
+        each = [_tree.flatten(value)[0] for value in values]
+        stacked = [torch.stack([torch.as_tensor(x[path]) for x in each]) for path in leaves]
+        aux[name] = _tree.unflatten(spec, stacked)
     return aux

@@ -25,6 +25,7 @@ from mtfunc import _tree
 from mtfunc._base import Batch, Key
 from mtfunc.trace import Flat, Traced
 
+
 class Wanted(NamedTuple):
     """Which parts of a stage take part in one pullback; indices are static, from the schedule.
 
@@ -98,7 +99,8 @@ def _by_func(flat: Flat, inputs: Sequence[Tensor], wanted: Wanted) -> Linearized
         return tuple(roots), (outputs, aux)
 
     leaves = [inputs[i] for i in wanted.inputs]
-    _, vjp_fn, (outputs, aux) = torch.func.vjp(of_wanted, *leaves, has_aux=True)
+    traced: Any = torch.func.vjp(of_wanted, *leaves, has_aux=True)
+    _, vjp_fn, (outputs, aux) = traced
 
     def pull(cotangents: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor | None]:
         # As is, vjp_fn would keep the graph and record a second one.

@@ -38,7 +38,9 @@ def value_and_grad(
     def f(params: Params, batch: Batch, key: Key | None = None) -> Any:
         batches = batch if isinstance(batch, list) else [batch]
         leaves, spec = _tree.flatten(params)
-        leaves = {p: t.detach().requires_grad_(is_active(p, t, trainable)) for p, t in leaves.items()}
+        leaves = {
+            p: t.detach().requires_grad_(is_active(p, t, trainable)) for p, t in leaves.items()
+        }
         params = _tree.unflatten(spec, leaves.values())
         carries: list[Any] = [None] * len(batches)
         reports: list[list[tuple[Stage, Any]]] = [[] for _ in batches]
@@ -79,7 +81,10 @@ def with_rule(stage: Stage) -> Callable[..., Any]:
                 out, made["aux"] = stage.apply(trees, carry, batch, key, micro)
                 outputs, made["spec"] = _tree.flatten(out)
                 made["passed"] = {
-                    i: j for i, x in enumerate(outputs.values()) for j, y in enumerate(inputs) if x is y
+                    i: j
+                    for i, x in enumerate(outputs.values())
+                    for j, y in enumerate(inputs)
+                    if x is y
                 }
                 ctx.save_for_backward(*inputs)
                 fresh = [x for i, x in enumerate(outputs.values()) if i not in made["passed"]]

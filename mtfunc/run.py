@@ -114,9 +114,7 @@ def _perform(op: Operation, step: Step, backend: Backend) -> None:
 
 
 def _read(buffers: Sequence[Buffer], step: Step, backend: Backend) -> list[Tensor]:
-    return [
-        step.external[b.name] if b.name in step.external else backend.read(b) for b in buffers
-    ]
+    return [step.external[b.name] if b.name in step.external else backend.read(b) for b in buffers]
 
 
 def _write(buffers: Sequence[Buffer], tensors: Sequence[Tensor], backend: Backend) -> None:
@@ -165,12 +163,12 @@ def _loss(op: Operation, step: Step, backend: Backend) -> None:
     roots: dict[str, Tensor] = {}
     placed = []
     for buffer, leaf in zip(op.reads["means"], leaves):
-        active = buffer.aval is not None and buffer.aval.active
-        placed.append(roots.setdefault(buffer.name, leaf.detach().requires_grad_(active)))
+        learns = buffer.aval is not None and buffer.aval.active
+        placed.append(roots.setdefault(buffer.name, leaf.detach().requires_grad_(learns)))
     means, rest = [], iter(placed)
     for stages in step.schedule.traced:
         spec = stages[-1].carry_out
-        means.append(spec.build([next(rest) for _ in range(spec.count)]))
+        means.append(spec.build([next(rest) for _ in range(spec.width)]))
     with torch.enable_grad():
         loss = Mean.pool(means)
     active = [root for root in roots.values() if root.requires_grad]

@@ -79,11 +79,11 @@ class CarrySpec(NamedTuple):
     places: tuple[int, ...]
 
     @property
-    def count(self) -> int:
+    def width(self) -> int:
         """How many distinct leaves there are."""
         return max(self.places, default=-1) + 1
 
-    def build(self, leaves: Sequence[Tensor]) -> Carry:
+    def build(self, leaves: Sequence[Tensor | None]) -> Carry:
         """The carry with these distinct leaves."""
         return _tree.unflatten(self.spec, [leaves[i] for i in self.places])
 
@@ -149,9 +149,7 @@ class Traced:
         self, inputs: Sequence[Tensor], batch: Batch, key: Key | None, micro: int
     ) -> tuple[dict[str, Any], _tree.Spec, dict[str, Any], _tree.Spec]:
         """Runs the stage: carry leaves and structure, aux leaves and structure."""
-        out, aux = self.stage.apply(
-            self.subtrees(inputs), self.carry(inputs), batch, key, micro
-        )
+        out, aux = self.stage.apply(self.subtrees(inputs), self.carry(inputs), batch, key, micro)
         if self.final:
             out = as_mean(self.stage.name, out)
         return *_tree.flatten(out), *_tree.flatten(aux)
@@ -227,7 +225,9 @@ class Tracer:
 
     def _run(self, stages: Sequence[Stage], batch: Batch, loss: bool, real: bool) -> list[Traced]:
         traced: list[Traced] = []
-        carry_in, avals, carried = EMPTY, (), []
+        carry_in = EMPTY
+        avals: tuple[Aval, ...] = ()
+        carried: list[Tensor] = []
         for i, stage in enumerate(stages):
             binding = bind(stage, self.params)
             params = tuple(Aval.of(self.leaves[p], self.active(p)) for p in binding.paths)

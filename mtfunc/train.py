@@ -46,14 +46,12 @@ class TrainState:
     def opt_state(self) -> dict[str, Params]:
         """The optimizer's state: for each kind of moment a pytree like the parameters."""
         kinds = dict.fromkeys(kind for unit in self._alive()._moments.values() for kind in unit)
-        leaves = {kind: {} for kind in kinds}
+        leaves: dict[str, Leaves] = {kind: {} for kind in kinds}
         for unit in self._moments.values():
             for kind, moments in unit.items():
                 leaves[kind].update(moments)
-        return {
-            kind: _tree.map_leaves(lambda path, _, of=of: of.get(path), self._params)
-            for kind, of in leaves.items()
-        }
+        paths, spec = _tree.flatten(self._params)
+        return {kind: _tree.unflatten(spec, map(of.get, paths)) for kind, of in leaves.items()}
 
     @property
     def step(self) -> int:
@@ -71,7 +69,9 @@ class TrainState:
         return self
 
     def __repr__(self) -> str:
-        return f"TrainState(spent: {self._spent})" if self._spent else f"TrainState(step={self._step})"
+        return (
+            f"TrainState(spent: {self._spent})" if self._spent else f"TrainState(step={self._step})"
+        )
 
 
 def init(

@@ -43,7 +43,12 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def build(name, dtype):
     module, config = MODELS[name]
-    return module.program(config), module.init(config, mt.random.key(0), dtype=dtype), module, config
+    return (
+        module.program(config),
+        module.init(config, mt.random.key(0), dtype=dtype),
+        module,
+        config,
+    )
 
 
 def micro_losses(program, params, batches):

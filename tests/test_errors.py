@@ -66,8 +66,11 @@ def test_scan_over_something_that_is_no_list():
 @pytest.mark.parametrize(
     "fn, message",
     [
-        (lambda p, x, b: x[:, :2], r"'layers/0' changes the carry at 'the top': took float32\[2,4\], "
-         r"returned float32\[2,2\]"),
+        (
+            lambda p, x, b: x[:, :2],
+            r"'layers/0' changes the carry at 'the top': took float32\[2,4\], "
+            r"returned float32\[2,2\]",
+        ),
         (lambda p, x, b: x.double(), r"took float32\[2,4\], returned float64\[2,4\]"),
         (lambda p, x, b: (x, x * 2), r"at '0': took nothing, returned float32\[2,4\]|at 'the top'"),
     ],
@@ -114,7 +117,10 @@ def impure_params(p, x, batch):
     "stage, what",
     [
         (mt.stage(impure_params, "a", name="culprit"), "parameters"),
-        (mt.stage(lambda p, x, b: linear(p, x, {"x": b["x"].add_(1)}), "a", name="culprit"), "batch"),
+        (
+            mt.stage(lambda p, x, b: linear(p, x, {"x": b["x"].add_(1)}), "a", name="culprit"),
+            "batch",
+        ),
     ],
 )
 def test_in_place_changes_of_parameters_and_batch(stage, what):
@@ -142,7 +148,9 @@ def test_draws_from_the_global_generator(device):
 
 def test_closing_over_a_tensor_that_requires_grad():
     secret = torch.ones(4, requires_grad=True)
-    with pytest.raises(ValueError, match=r"stage 'culprit' closes over a tensor that requires grad"):
+    with pytest.raises(
+        ValueError, match=r"stage 'culprit' closes over a tensor that requires grad"
+    ):
         grad(program_of(lambda x, b: x * secret), {"a": PARAMS["a"]})
     constant = torch.full((4,), 2.0)
     loss, _ = grad(program_of(lambda x, b: x * constant), {"a": PARAMS["a"]})
@@ -159,9 +167,7 @@ def test_errors_in_a_stage_keep_their_traceback_and_name_the_stage():
     assert "culprit" in [frame.name for frame in caught.traceback]
 
 
-@pytest.mark.parametrize(
-    "device", ["gpu", "cuda:x", "sim:x", "", "CPU", 3, "mps"], ids=repr
-)
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "sim:x", "", "CPU", 3, "mps"], ids=repr)
 def test_unknown_devices(device):
     with pytest.raises(ValueError, match=r"device .*; expected 'cpu', 'sim'"):
         mt.value_and_grad(LM, device=device)
@@ -183,7 +189,9 @@ def test_configurations_programs_and_stages():
         mt.stage(linear, ("a", "b"))
     with pytest.raises(TypeError, match=r"fn is a str"):
         mt.stage("linear", "a")
-    with pytest.raises(ValueError, match=r"vjp is 'jvp'; expected 'func', 'autograd' or a function"):
+    with pytest.raises(
+        ValueError, match=r"vjp is 'jvp'; expected 'func', 'autograd' or a function"
+    ):
         mt.stage(linear, "a", vjp="jvp")
     with pytest.raises(TypeError, match=r"static argument 'w' is a list, which does not hash"):
         mt.stage(linear, "a", static={"w": [1]})

@@ -32,8 +32,9 @@ def test_an_exception_in_any_operation_of_any_stream(device, monkeypatch):
     for _ in range(2):
         expected, _ = step(expected, BATCHES)
     seen = kinds(device)
-    assert {stream for _, stream in seen} >= ({"compute", "host"} if device == "cpu" else
-                                              {"h2d", "compute", "d2h", "host"})
+    assert {stream for _, stream in seen} >= (
+        {"compute", "host"} if device == "cpu" else {"h2d", "compute", "d2h", "host"}
+    )
     for kind, stream in seen:
         perform = loop._perform
         for nth in (1, 2):
@@ -87,14 +88,13 @@ def test_a_loss_that_is_not_finite_names_the_first_stage_and_changes_nothing(dev
     at = {"embed": (0, None, None), "layers/1": (None, 1, None), "head": (None, None, 0)}[where]
     program = mt.chain(
         mt.stage(spoil(embed, "embed", at[0]), "embed", name="embed"),
-        mt.scan(
-            spoil(block, "layers", at[1]), "layers", static=[{"number": i} for i in range(3)]
-        ),
+        mt.scan(spoil(block, "layers", at[1]), "layers", static=[{"number": i} for i in range(3)]),
         mt.stage(spoil(head, "head", at[2]), "embed", name="head"),
     )
     optimizer = mt.adamw(1e-2)
-    state, step = mt.init(program, lm_params(), optimizer), mt.train_step(
-        program, optimizer, device=device
+    state, step = (
+        mt.init(program, lm_params(), optimizer),
+        mt.train_step(program, optimizer, device=device),
     )
     good, bad = ({**lm_batch(), "spoil": torch.tensor(flag)} for flag in (False, True))
     state, _ = step(state, good)
@@ -112,8 +112,11 @@ def test_parameters_that_are_not_finite_are_named():
     params = lm_params()
     params["layers"][1]["up"][0, 0] = torch.nan
     state = mt.init(LM, params, mt.sgd(0.1))
-    with pytest.raises(mt.NonFiniteError, match=r"'layers/1'; parameters are not finite at "
-                       r"'layers/1/up'"):
+    with pytest.raises(
+        mt.NonFiniteError,
+        match=r"'layers/1'; parameters are not finite at "
+        r"'layers/1/up'",
+    ):
         mt.train_step(LM, mt.sgd(0.1))(state, lm_batch())
 
 

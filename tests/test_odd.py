@@ -391,7 +391,10 @@ def test_a_loss_without_parameters_and_a_part_without_gradient():
 
 def test_nested_keys_and_units():
     params = {
-        "vision": {"patch": {"w": randn(4, 4)}, "blocks": [{"w": randn(4, 4, seed=i)} for i in (1, 2)]},
+        "vision": {
+            "patch": {"w": randn(4, 4)},
+            "blocks": [{"w": randn(4, 4, seed=i)} for i in (1, 2)],
+        },
         "text": [{"w": randn(4, 4, seed=3)}],
         "out": {"w": randn(4, 4, seed=4)},
     }
@@ -399,8 +402,12 @@ def test_nested_keys_and_units():
         mt.stage(linear, "vision/patch"),
         mt.scan(linear, "vision/blocks"),
         mt.stage(linear, "text/0"),
-        mt.stage(lambda whole, out, x, batch: linear(out, linear(whole["patch"], x, batch), batch),
-                 "vision", "out", name="both"),
+        mt.stage(
+            lambda whole, out, x, batch: linear(out, linear(whole["patch"], x, batch), batch),
+            "vision",
+            "out",
+            name="both",
+        ),
         mt.stage(square),
     )
     check(program, params, BATCH)

@@ -255,6 +255,13 @@ def test_bernoulli_is_a_uniform_below_p(p, seed):
     assert torch.equal(random.bernoulli(key, p, (500,)), below)
 
 
+@pytest.mark.parametrize("p", [0.0, 2.0**-60, 0.5, 1 - 2.0**-53, 1.0])
+@pytest.mark.parametrize("extreme", [-(2**63), 2**63 - 1])
+def test_bernoulli_at_the_ends(p, extreme, monkeypatch):
+    monkeypatch.setattr(random, "_mix", lambda x: x.fill_(extreme))
+    assert random.bernoulli(random.key(0), p) == (p > 0 if extreme < 0 else p == 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_categorical_is_a_softmax(dtype):
     logits = torch.tensor([0.0, 1.0, -math.inf, 2.0, -1.0, 0.5], dtype=dtype)

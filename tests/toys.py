@@ -87,9 +87,12 @@ def flat(tree, path=""):
 
 def bits(leaf):
     """The shape and the bytes of a tensor."""
-    return leaf.detach().clone(memory_format=torch.contiguous_format).reshape(
-        *leaf.shape, 1
-    ).view(torch.uint8)
+    return (
+        leaf.detach()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(*leaf.shape, 1)
+        .view(torch.uint8)
+    )
 
 
 def assert_same(got, expected, what=""):

@@ -44,9 +44,7 @@ class Backend(Protocol):
     def ready(self, stream: str, event: Any) -> bool:
         """Whether the stream may go on; a device may make the stream itself wait and say yes."""
 
-    def drive(
-        self, queues: Mapping[str, list[Any]], issue: Callable[[str, Any], bool]
-    ) -> None:
+    def drive(self, queues: Mapping[str, list[Any]], issue: Callable[[str, Any], bool]) -> None:
         """Issues every item of every queue, in an order of its choice between streams.
 
         ``issue(stream, item)`` is false where the item is a wait that is not over.
@@ -70,9 +68,7 @@ def open_backend(device: str) -> Backend:
     name, _, seed = device.partition(":") if isinstance(device, str) else (device, "", "")
     if name == "sim" and (not seed or seed.isdecimal()):
         return Sim(int(seed or 0))
-    raise ValueError(
-        f"device {device!r}; expected 'cpu', 'sim' (a simulated device) or 'sim:SEED'"
-    )
+    raise ValueError(f"device {device!r}; expected 'cpu', 'sim' (a simulated device) or 'sim:SEED'")
 
 
 def check_device(device: str) -> str:

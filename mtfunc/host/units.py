@@ -15,8 +15,8 @@ def units(params: Params) -> dict[str, tuple[Path, ...]]:
 
     Example:
         >>> from mtfunc.host.units import units
-        >>> units({"embed": {"w": 1}, "layers": [{"a": 2, "b": 3}, {"a": 4}]})
-        {'embed': ('embed/w',), 'layers/0': ('layers/0/a', 'layers/0/b'), 'layers/1': ('layers/1/a',)}
+        >>> units({"embed": {"w": 1}, "layers": [{"a": 2, "b": 3}]})
+        {'embed': ('embed/w',), 'layers/0': ('layers/0/a', 'layers/0/b')}
     """
     found: dict[str, list[Path]] = {}
 

@@ -73,11 +73,12 @@ class Schedule:
                     pending.append(f"{item.event}{'*' * item.lag}")
                 elif isinstance(item, order.Run):
                     waits[item.operation], pending = pending, []
-        rows = [("#", "stream", "operation", "micro", "reads", "writes", "waits for")]
+        rows = [["#", "stream", "operation", "micro", "reads", "writes", "waits for"]]
         for op in self.operations:
             moved = [sum(b.nbytes for bs in r.values() for b in bs) for r in (op.reads, op.writes)]
-            row = (op.index, op.stream, f"{op.kind} {op.label}", "" if op.micro is None else op.micro)
-            rows.append((*map(str, row), *map(_bytes, moved), " ".join(waits[op.index])))
+            micro = "" if op.micro is None else op.micro
+            row = (op.index, op.stream, f"{op.kind} {op.label}", micro)
+            rows.append([*map(str, row), *map(_bytes, moved), " ".join(waits[op.index])])
         widths = [max(len(row[i]) for row in rows) for i in range(7)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
         arenas = ", ".join(f"{name} {_bytes(size)}" for name, size in self.sizes.items())

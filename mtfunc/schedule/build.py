@@ -147,15 +147,15 @@ class Builder:
             groups: dict[tuple[int, ...], list[Path]] = defaultdict(list)
             for path in paths:
                 groups[tuple(readers[path])].append(path)
-            for visits, group in groups.items():
+            for numbers, group in groups.items():
                 first = -1
-                for before, visit in zip((-1, *visits), visits):
-                    if first < 0 or visit - before > near:
-                        first = visit
-                        loads[max(0, visit - self.config.slots + 1)].append((visit, unit, group))
+                for before, number in zip((-1, *numbers), numbers):
+                    if first < 0 or number - before > near:
+                        first = number
+                        loads[max(0, number - self.config.slots + 1)].append((number, unit, group))
                     for path in group:
                         name, block = f"slot/{path}@{first}", f"slot/{group[0]}@{first}"
-                        self.slots[path, visit] = self._value(
+                        self.slots[path, number] = self._value(
                             name, "slots", self.params[path], block=block
                         )
         return loads

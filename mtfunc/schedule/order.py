@@ -102,12 +102,10 @@ def verify(operations: Sequence[Operation], lowered: Lowered) -> list[Hazard]:
                 table[buffer.arena].append(row)
     seen: set[tuple[int, int]] = set()
     for arena, rows in table.items():
-        start, stop, index, write = (np.array([row[i] for row in rows]) for i in range(4))
+        starts, stops, indices, writes = (np.array([row[i] for row in rows]) for i in range(4))
         for k, row in enumerate(rows):
-            earlier = slice(0, k)
-            hit = (start[earlier] < row[1]) & (row[0] < stop[earlier]) & (index[earlier] < row[2])
-            hit &= write[earlier] | row[3]
-            others = index[earlier][hit]
+            hit = (starts[:k] < row[1]) & (row[0] < stops[:k]) & (indices[:k] < row[2])
+            others = indices[:k][hit & (writes[:k] | row[3])]
             lost = others[ends[row[2], lanes[others]] < others]
             for other in lost:
                 pair = (int(other), row[2])

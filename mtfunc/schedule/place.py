@@ -163,9 +163,7 @@ def aligned(nbytes: int) -> int:
     return -(-max(nbytes, 1) // ALIGN) * ALIGN
 
 
-def allocate(
-    nbytes: Sequence[int], lives: Sequence[tuple[int, int]]
-) -> tuple[list[int], int]:
+def allocate(nbytes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
     """Offsets for blocks whose lifetimes are known, and the bytes that they need together.
 
     First fit in the order of first use, the larger first. Blocks that live at the same time never

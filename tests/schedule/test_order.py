@@ -94,9 +94,9 @@ def test_each_wait_is_needed_verify_names_it_and_the_simulator_catches_it(expect
             cut = lowered.without(stream, position)
             hazards = schedule.verify(cut)
             after = next(i for i in lowered.queues[stream][position:] if hasattr(i, "operation"))
-            assert any(
-                h.second == after.operation and h.first == wait.event for h in hazards
-            ), f"verify does not name {wait} before {after}: {hazards}"
+            assert any(h.second == after.operation and h.first == wait.event for h in hazards), (
+                f"verify does not name {wait} before {after}: {hazards}"
+            )
             for seed in range(seeds):
                 try:
                     if not same(two_steps(schedule, cut, Sim(seed)), expected):
