@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Term:
     """One mean of a mixture: ``weight * total / count``."""
 
     weight: float
@@ -96,7 +98,7 @@ class Mean:
                 f"Mean: the weight is a {type(weight).__name__}; expected a number. Where it is a "
                 "tensor, multiply the total by it instead"
             )
-        return Mean.of([term._replace(weight=term.weight * weight) for term in self.terms])
+        return Mean.of([replace(term, weight=term.weight * weight) for term in self.terms])
 
     __rmul__ = __mul__
 

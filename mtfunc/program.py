@@ -354,8 +354,8 @@ def _fn_name(fn: Any) -> str:
 
 def _cells(part: Stage | Scan) -> tuple[str, str, str, str]:
     if isinstance(part, Scan):
-        fns, reads = ", ".join(dict.fromkeys(map(_fn_name, part.fns))), (f"{part.key}/*",)
-        reads += part.consts
+        fns = ", ".join(dict.fromkeys(map(_fn_name, part.fns)))
+        reads: tuple[Path, ...] = (f"{part.key}/*", *part.consts)
     else:
         fns, reads = _fn_name(part.fn), part.keys
     vjp = "" if part.vjp == "func" else f"vjp={getattr(part.vjp, '__name__', part.vjp)}"
