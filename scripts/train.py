@@ -40,14 +40,14 @@ examples:
   python scripts/train.py
       llama-tiny on the source of Python's standard library: a few minutes on a CPU
 
-  python scripts/train.py --corpus notes/ --steps 1000 --out runs/notes
+  python scripts/train.py --corpus notes/ --steps 4000 --out runs/notes
       every text file under notes/, longer
 
-  python scripts/train.py --batch 64 --micro-batches 4
-      the same gradients as one batch of 64, a quarter of the activations
+  python scripts/train.py --batch 32 --micro-batches 4
+      32 sequences a step, of which 8 at a time are worked on
 
   python scripts/train.py --resume --out runs/notes
-      go on after Ctrl-C or a crash, bit for bit; add --steps 2000 to go further
+      go on after Ctrl-C or a crash, bit for bit; add --steps 8000 to go further
 
   python scripts/train.py --steps 50 --json 2>log | jq .heldout
       one JSON object on stdout, all else on stderr
@@ -74,9 +74,7 @@ KEPT = (*PINNED, "corpus", "device", "steps", "save_every")
 
 def parser() -> argparse.ArgumentParser:
     """The flags, with defaults for ``llama-tiny`` on two CPU cores."""
-    made = _flags.parser(
-        __doc__.partition("\n")[0], EXAMPLES, steps=600, context=256, batch=16, save_every=100
-    )
+    made = _flags.parser(__doc__.partition("\n")[0], EXAMPLES, steps=1000, context=128, batch=8)
     group = made.add_argument_group("how it learns")
     group.add_argument(
         "--learning-rate",
@@ -90,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         type=_flags.count,
         default=50,
         metavar="N",
-        help="steps until the peak (%(default)s)",
+        help="steps until the peak, a tenth of --steps at most (%(default)s)",
     )
     group.add_argument(
         "--weight-decay", type=_flags.not_negative, default=0.1, metavar="X", help="(%(default)s)"
@@ -112,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--heldout-tokens",
         type=_flags.count,
-        default=65_536,
+        default=32_768,
         metavar="N",
         help="how much of it, in evenly spread windows (%(default)s)",
     )

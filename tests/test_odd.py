@@ -277,6 +277,28 @@ def test_keys_fold_the_stage_name_and_the_micro_batch():
         f(params, BATCH)
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_each_stage_micro_batch_step_and_entry_draws_numbers_of_its_own(device):
+    def noisy(p, x, batch, *, key):
+        noise = mt.random.uniform(key, (4,))
+        return (batch["x"] if x is None else x) * p["w"][0], noise
+
+    params = {"a": {"w": randn(4, 4)}, "l": [{"w": randn(4, 4)} for _ in range(3)]}
+    options = {"rng": True, "has_aux": True}
+    program = mt.chain(
+        mt.stage(noisy, "a", **options), mt.scan(noisy, "l", **options), mt.stage(square)
+    )
+    f = mt.value_and_grad(program, has_aux=True, device=device)
+    (_, auxes), _ = f(params, [BATCH, BATCH], mt.random.key(1))
+    draws = [row for aux in auxes for row in (aux["noisy"], *aux["l"])]
+    optimizer = mt.sgd(0.1)
+    state, step = mt.init(program, params, optimizer), mt.train_step(program, optimizer)
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        draws += [metrics["aux"]["noisy"], *metrics["aux"]["l"]]
+    assert len({tuple(row.tolist()) for row in draws}) == len(draws) == 16
+
+
 def test_functions_and_statics_of_each_entry():
     def wide(p, x, batch, *, gain):
         return torch.tanh(x @ p["w"]) * gain
