@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def losses(path: Path, rows: Sequence[Mapping[str, Any]], *, bigram: float, titl
             f"{values[-1]:.3f}",
             (steps[-1], values[-1]),
             textcoords="offset points",
-            xytext=(0, -14),
+            xytext=(0, 8),
             ha="right",
             color=COLOURS["loss"],
         )
@@ -133,10 +134,8 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
         return figure, figure.add_subplot()
 
 
-def _smooth(values: Sequence[float], share: float = 0.04) -> list[float]:
-    """A running mean that forgets, over about that share of the run."""
-    keep, mean, smoothed = 1 - 1 / max(1.0, share * len(values)), values[0], []
-    for value in values:
-        mean = keep * mean + (1 - keep) * value
-        smoothed.append(mean)
-    return smoothed
+def _smooth(values: Sequence[float], share: float = 0.02) -> list[float]:
+    """The mean of each value and those around it, over about that share of the run each way."""
+    sums, reach = [0.0, *accumulate(values)], round(share * len(values))
+    spans = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]

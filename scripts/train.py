@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import models
 import mtfunc as mt
-from mtfunc.io import checkpoints, restore, save
+from mtfunc.io import checkpoints
 from scripts import _bigram, _corpus, _flags, _pictures, _run
 from scripts._check import check_finite, first_difference
 from scripts._corpus import Corpus
@@ -74,7 +74,7 @@ KEPT = (*PINNED, "corpus", "device", "steps", "save_every")
 
 def parser() -> argparse.ArgumentParser:
     """The flags, with defaults for ``llama-tiny`` on two CPU cores."""
-    made = _flags.parser(__doc__.partition("\n")[0], EXAMPLES, steps=1000, context=128, batch=8)
+    made = _flags.parser(__doc__.partition("\n")[0], EXAMPLES, steps=800, context=128, batch=8)
     group = made.add_argument_group("how it learns")
     group.add_argument(
         "--learning-rate",
@@ -167,7 +167,8 @@ class Run:
 
     def go_on(self) -> str:
         """The command that continues this run."""
-        return shlex.join(["python", "scripts/train.py", "--resume", "--out", str(self.out)])
+        script = os.path.relpath(__file__)
+        return shlex.join([sys.orig_argv[0], script, "--resume", "--out", str(self.out)])
 
     def say(self, text: str) -> None:
         """Tells a line, on stderr where stdout is for JSON."""
@@ -290,7 +291,7 @@ def begin(run: Run, state: mt.TrainState) -> mt.TrainState:
             )
         if run.checkpoints():
             with _flags.refusing(ValueError, OSError):
-                state = restore(run.out / CHECKPOINTS, like=state, **run.model)
+                state = mt.restore(run.out / CHECKPOINTS, like=state, **run.model)
         if state.step > flags.steps:
             raise Refusal(
                 f"--steps {flags.steps}: the run in {run.out} has taken {state.step} already; "
@@ -363,7 +364,7 @@ def train(run: Run, state: mt.TrainState) -> tuple[mt.TrainState, bool]:
             stop = asked()
             if last or stop or state.step % flags.save_every == 0:
                 check_finite(f"step {state.step} is not saved: its parameters are", state.params)
-                save(state, run.out / CHECKPOINTS, **run.model)
+                mt.save(state, run.out / CHECKPOINTS, **run.model)
     if step.timeline:
         title = f"{flags.model}, one step of {flags.batch} × {flags.context} on {flags.device}"
         _pictures.timeline(run.out / "timeline.png", step.timeline, title=title)

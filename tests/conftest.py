@@ -2,6 +2,9 @@
 
 import os
 
+# Threads that spin while they wait slow each other down where cores are shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 from hypothesis import HealthCheck, settings
 

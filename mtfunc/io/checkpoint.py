@@ -86,8 +86,11 @@ def save(
         with open(partial / MANIFEST, "w") as file:
             json.dump(head, file, indent=1)
             file.write("\n")
-        for path in (*partial.iterdir(), partial):
+        mode = (partial / MANIFEST).stat().st_mode
+        for path in partial.iterdir():
+            path.chmod(mode)  # The writer of safetensors lets nobody else read them.
             _flush(path)
+        _flush(partial)
         _rename(partial, parent / name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -12,9 +12,10 @@ from mtfunc._base import Leaves
 Row = tuple[Tensor, ...]
 """One leaf's ``(param, grad, *moments)``."""
 
-_BLOCK = 2**18
-"""Elements of a block: its scratch stays in cache. A multiple of every vector width, so that
-blocks round as the whole leaf does."""
+_BLOCK = 2**20
+"""Elements of a block: small enough for its scratch to stay in cache, large enough for threads to
+wait for each other seldom. A multiple of every vector width, so that blocks round as the whole
+leaf does."""
 
 
 def zeros(where: str, params: Leaves, *kinds: str) -> dict[str, Leaves]:

@@ -85,6 +85,7 @@ def test_one_file_a_unit_and_a_manifest_that_describes_them(tmp_path):
     files = ["0000-embed", "0001-layers-0", "0002-layers-1", "0003-empty"]
     names = [f"{name}.safetensors" for name in files]
     assert sorted(p.name for p in path.iterdir()) == [*names, "manifest.json"]
+    assert len({p.stat().st_mode for p in path.iterdir()}) == 1
     head = manifest(tmp_path)
     assert list(head["files"]) == names
     assert head["meta"] == {"model": "odd", "program": str(PROGRAM)}

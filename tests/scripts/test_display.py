@@ -104,6 +104,11 @@ def test_loss_picture_draws_all_three_lines(tmp_path, monkeypatch):
     assert [t.get_text() for t in drawn[0].texts] == ["3.500", "byte bigrams, held out: 2.500"]
 
 
+def test_smoothing_is_centred():
+    assert _pictures._smooth([1.0, 2.0, 6.0], share=0.4) == [1.5, 3.0, 4.0]
+    assert _pictures._smooth([5.0]) == [5.0]
+
+
 def test_pictures_are_written(tmp_path):
     _pictures.losses(tmp_path / "loss.png", [{"step": 0, "heldout": 5.0}], bigram=2.5, title="t")
     _pictures.timeline(tmp_path / "none.png", [], title="nothing")

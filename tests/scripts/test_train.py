@@ -147,7 +147,8 @@ def test_ctrl_c_saves_and_the_resumed_run_is_bitwise_the_unbroken_one(
         assert run(tmp_path / "out", "--no-check") == 130
     assert manifest(tmp_path / "out" / "checkpoints")["step"] == 3
     said = capsys.readouterr().out
-    command = f"python scripts/train.py --resume --out {tmp_path / 'out'}"
+    script = os.path.relpath(train.__file__)
+    command = f"{sys.orig_argv[0]} {script} --resume --out {tmp_path / 'out'}"
     assert f"stopped after step 3; go on with\n  {command}\n" in said
     assert go_on(tmp_path / "out") == 0
     assert f"resuming {tmp_path / 'out'} at step 3 of 6" in capsys.readouterr().out
@@ -176,9 +177,9 @@ def test_a_crash_after_the_row_and_before_the_checkpoint(tmp_path, monkeypatch, 
             raise RuntimeError("power cut")
         return save(state, *arguments, **meta)
 
-    save = train.save
+    save = mt.save
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        patch.setattr(train, "save", crash)
+        patch.setattr(mt, "save", crash)
         run(tmp_path / "out", "--no-check")
     assert '"step": 4' in (tmp_path / "out" / "metrics.jsonl").read_text()
     assert go_on(tmp_path / "out") == 0
@@ -268,7 +269,7 @@ def test_not_a_number_names_the_stage_and_keeps_the_last_good_checkpoint(
 ):
     def poison(state):
         if state.step == 4:
-            monkeypatch.setattr(train, "save", poison_after(train.save))
+            monkeypatch.setattr(mt, "save", poison_after(mt.save))
 
     def poison_after(save):
         def saved(state, *arguments, **meta):
@@ -282,7 +283,7 @@ def test_not_a_number_names_the_stage_and_keeps_the_last_good_checkpoint(
     said = capsys.readouterr().out
     assert "step 4: the loss is nan; no parameter was changed" in said
     assert "The first stage with a value that is not finite is 'layers/1' of micro-batch" in said
-    assert re.search(r"step-000004 is kept; go on from it with\n  python scripts/train\.py", said)
+    assert re.search(r"step-000004 is kept; go on from it with\n  .*train\.py --resume", said)
     assert "start another run with a lower --learning-rate" in said
     assert manifest(tmp_path / "out" / "checkpoints")["step"] == 4
 
