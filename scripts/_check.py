@@ -26,20 +26,17 @@ def first_difference(
         params: its parameters.
         batches: the micro-batches of a step.
         key: that the step uses.
-        device: that streams; on CUDA the standard graph is computed there as well.
+        device: that streams.
 
     Returns:
         ``None`` where all bits agree, or what differs first: the loss or a leaf, and by how much.
     """
     loss, grads = mt.value_and_grad(program, device=device)(params, batches, key)
-    home = torch.device(device) if device.startswith("cuda") else torch.device("cpu")
-    there = _tree.map_leaves(lambda _, leaf: _to(leaf, home), (params, batches))
-    expected_loss, expected = mt.reference.value_and_grad(program)(*there, key)
+    expected_loss, expected = mt.reference.value_and_grad(program)(params, batches, key)
     pairs = {"the loss": (loss, expected_loss)}
     leaves = _tree.flatten(expected)[0]
     pairs |= {f"the gradient of {p!r}": (_tree.get(grads, p), leaf) for p, leaf in leaves.items()}
     for where, (got, wanted) in pairs.items():
-        wanted = wanted.to(got.device)
         if not same_bits(got, wanted):
             apart = (got.double() - wanted.double()).abs().max().item()
             return f"{where} differs, by {apart:.3g} at most"
@@ -64,7 +61,3 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(
         *(x.detach().reshape(-1).contiguous().view(torch.uint8) for x in (one, other))
     )
-
-
-def _to(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) else leaf

@@ -8,24 +8,19 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 
 class Memory(NamedTuple):
-    """Resident memory of the process and memory allocated on the device, in bytes."""
+    """Resident memory of the process, in bytes."""
 
     now: int
     peak: int
-    device: int = 0
-    device_peak: int = 0
 
     def __str__(self) -> str:
-        host = f"{size(self.now)} (peak {size(self.peak)})"
-        return host + (f", device {size(self.device)}" if self.device_peak else "")
+        return f"{size(self.now)} (peak {size(self.peak)})"
 
 
-def memory(device: str = "cpu") -> Memory:
-    """What the process takes now and took at most; on CUDA also what its tensors take there."""
+def memory() -> Memory:
+    """What the process takes now and took at most."""
     status = Path("/proc/self/status")
     if status.exists():
         found = dict(re.findall(r"(VmRSS|VmHWM):\s*(\d+) kB", status.read_text()))
@@ -33,10 +28,7 @@ def memory(device: str = "cpu") -> Memory:
     else:
         now = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = max(now, peak)  # The kernel counts them at different moments.
-    if not device.startswith("cuda"):
-        return Memory(now, peak)
-    on_device = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    return Memory(now, peak, *on_device)
+    return Memory(now, peak)
 
 
 def size(count: float) -> str:

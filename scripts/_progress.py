@@ -25,12 +25,11 @@ class Display:
         total: steps of the run.
         done: steps done before, by an earlier part of the run.
         tokens: tokens of a step.
-        device: whose memory is shown beside the process's.
         stream: a terminal gets a bar, anything else plain lines.
     """
 
-    def __init__(self, total: int, *, done: int, tokens: int, device: str, stream: TextIO):
-        self.total, self.tokens, self.device = total, tokens, device
+    def __init__(self, total: int, *, done: int, tokens: int, stream: TextIO):
+        self.total, self.tokens = total, tokens
         self.stamps = deque([(done, time.perf_counter())], WINDOW + 1)
         self.printed = time.perf_counter()
         self.console = Console(file=stream, highlight=False, soft_wrap=True)
@@ -67,10 +66,7 @@ class Display:
         now = time.perf_counter()
         self.stamps.append((step, now))
         left = (self.total - step) * self.tokens / self.rate
-        text = (
-            f"loss {loss:.3f}  {self.rate:,.0f} tokens/s  memory {memory(self.device)}  "
-            f"{clock(left)} left"
-        )
+        text = f"loss {loss:.3f}  {self.rate:,.0f} tokens/s  memory {memory()}  {clock(left)} left"
         self.bar.update(self.task, completed=step, description=text)
         if self.bar.disable and (now - self.printed >= EVERY or step == self.total):
             self.printed = now

@@ -345,7 +345,6 @@ def train(run: Run, state: mt.TrainState) -> tuple[mt.TrainState, bool]:
         flags.steps,
         done=state.step,
         tokens=flags.batch * flags.context,
-        device=flags.device,
         stream=run.stream,
     )
     with display, interruptible() as asked:
@@ -398,7 +397,7 @@ def finish(run: Run, state: mt.TrainState, seconds: float) -> dict[str, Any]:
         "heldout_bytes": sum(batch["labels"].numel() for batch in run.heldout),
         "tokens_per_second": rate_of(run),
         "seconds": seconds,
-        "memory": memory(flags.device)._asdict(),
+        "memory": memory()._asdict(),
         "out": str(run.out),
         "checkpoint": str(run.checkpoints()[-1]),
         "sample": readable(text),
@@ -426,7 +425,7 @@ def report(run: Run, summary: dict[str, Any]) -> None:
         run.say(f"  {name:<14} {summary[key]['nats']:.3f} nats  {summary[key]['bits']:.3f} bits")
     run.say(
         f"{summary['steps']:,} steps at {summary['tokens_per_second']:,.0f} tokens/s, "
-        f"{clock(summary['seconds'])} in all, memory {memory(run.flags.device)}"
+        f"{clock(summary['seconds'])} in all, memory {memory()}"
     )
     run.say(f"pictures, metrics, sample and checkpoint are in {run.out}/")
     if run.flags.json:

@@ -24,7 +24,7 @@ def clockwork(monkeypatch):
 
 def test_plain_lines_every_few_seconds(clockwork):
     stream = io.StringIO()
-    with _progress.Display(100, done=10, tokens=64, device="cpu", stream=stream) as display:
+    with _progress.Display(100, done=10, tokens=64, stream=stream) as display:
         for step in range(11, 21):
             clockwork[0] += 2
             display.update(step, 1.5)
@@ -39,7 +39,7 @@ def test_plain_lines_every_few_seconds(clockwork):
 
 def test_the_last_step_has_a_line(clockwork):
     stream = io.StringIO()
-    with _progress.Display(2, done=0, tokens=64, device="cpu", stream=stream) as display:
+    with _progress.Display(2, done=0, tokens=64, stream=stream) as display:
         for step in (1, 2):
             clockwork[0] += 0.001
             display.update(step, 2.0)
@@ -53,7 +53,7 @@ def test_a_terminal_gets_a_bar(clockwork):
             return True
 
     stream = Terminal()
-    with _progress.Display(4, done=0, tokens=64, device="cpu", stream=stream) as display:
+    with _progress.Display(4, done=0, tokens=64, stream=stream) as display:
         clockwork[0] += 1
         display.update(1, 2.5)
         display.bar.refresh()
