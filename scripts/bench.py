@@ -80,6 +80,7 @@ class Child:
 
     def ask(self, do: str, index: int) -> dict[str, Any]:
         """What the arm answers to an order: ``step`` or ``flops`` on batch ``index``."""
+        assert self.ready, "answers come in the order of orders, and being built is the first"
         self._send({"do": do, "index": index})
         return self._receive()
 

@@ -106,6 +106,14 @@ def test_transient_memory_counts_the_warm_up() -> None:
     assert row["seconds"] == 1.0
 
 
+def test_quick_run_of_two_depths(capfd: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--quick", "--depths", "1,2"])
+    rows = [line.split("|") for line in capfd.readouterr().out.splitlines() if "| streamed" in line]
+    assert [row[2].strip() for row in rows] == ["1", "2"]
+    if ON_LINUX:
+        assert rows[0][5].strip() == "—" and float(rows[1][5])
+
+
 def test_growth_is_told_in_carries() -> None:
     rows = [
         {"arm": "streamed", "depth": d, "size": d * 10**6, "transient": t, "carry": 3 * 10**6}

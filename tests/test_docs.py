@@ -25,6 +25,7 @@ def test_every_public_name_is_documented():
 
 def test_the_architecture_in_the_readme_runs_and_learns(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     before, after = map(float, re.findall(r"[\d.]+", capsys.readouterr().out))
     assert after < 0.75 * before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -84,22 +84,28 @@ def alike(row: Row) -> bool:
     )
 
 
-def blocks(row: Row) -> Iterator[Row]:
+def blocks(rows: Iterable[Row], times: int = 1) -> Iterator[Row]:
     """Yields flat blocks to update in place, the gradient being a scratch in param's dtype.
 
-    Converting block by block keeps the scratch in cache, and the update at memory bandwidth;
-    converting a whole bfloat16 gradient first is five times slower. Leaves that are not contiguous
-    are updated in a copy and written back.
+    Converting block by block through one scratch keeps the update at memory bandwidth; converting
+    a whole gradient into fresh memory does not. Leaves that are not contiguous are updated in a
+    copy and written back.
+
+    Args:
+        rows: the leaves.
+        times: the length of a block in units of ``_BLOCK``.
     """
-    param, grad, *moments = row
-    owned = (param, *moments)
-    flat = [leaf.contiguous().view(-1) for leaf in owned]
-    source = grad.reshape(-1)
-    scratch = torch.empty(min(param.numel(), _BLOCK), dtype=param.dtype, device=param.device)
-    for start in range(0, param.numel(), _BLOCK):
-        first, *rest = (leaf[start : start + _BLOCK] for leaf in flat)
-        piece = scratch[: first.numel()].copy_(source[start : start + _BLOCK])
-        yield first, piece, *rest
-    for leaf, updated in zip(owned, flat):
-        if not leaf.is_contiguous():
-            leaf.copy_(updated.view(leaf.shape))
+    size, scratch = times * _BLOCK, torch.empty(0)
+    for param, grad, *moments in rows:
+        owned = (param, *moments)
+        flat = [leaf.contiguous().view(-1) for leaf in owned]
+        source = grad.reshape(-1)
+        need = min(param.numel(), size)
+        if (scratch.dtype, scratch.device) != (param.dtype, param.device) or len(scratch) < need:
+            scratch = torch.empty(need, dtype=param.dtype, device=param.device)
+        for start in range(0, param.numel(), size):
+            first, *rest = (leaf[start : start + size] for leaf in flat)
+            yield first, scratch[: len(first)].copy_(source[start : start + size]), *rest
+        for leaf, updated in zip(owned, flat):
+            if not leaf.is_contiguous():
+                leaf.copy_(updated.view(leaf.shape))

@@ -93,15 +93,18 @@ def adamw(
                 maximize=False,
             )
 
-        together = defaultdict(list)
+        together, apart = defaultdict(list), []
         for row in match("adamw", params, grads=grads, mu=state["mu"], nu=state["nu"]):
             if alike(row):
                 together[row[0].dtype, row[0].device].append(row)
             else:
-                for block in blocks(row):
-                    fused([block])
+                apart.append(row)
         for rows in together.values():
             fused(rows)
+        # A single pass reads the scratch, so that blocks may outgrow the cache: on a busy machine
+        # fewer of them, for which threads wait for each other, are worth more.
+        for block in blocks(apart, times=4):
+            fused([block])
 
     name = (
         f"adamw({describe(learning_rate)}, b1={b1}, b2={b2}, eps={eps}, "

@@ -60,11 +60,10 @@ def lion(
     @torch.no_grad()
     def update_(params: Leaves, grads: Leaves, state: dict[str, Leaves], step: int) -> None:
         rate = float(schedule(step))
-        for row in match("lion", params, grads=grads, mu=state["mu"]):
-            for param, grad, mu in blocks(row):
-                update = mu.lerp(grad, 1 - b1).sign_()
-                param.mul_(1 - rate * weight_decay).add_(update, alpha=-rate)
-                mu.lerp_(grad, 1 - b2)
+        for param, grad, mu in blocks(match("lion", params, grads=grads, mu=state["mu"])):
+            update = mu.lerp(grad, 1 - b1).sign_()
+            param.mul_(1 - rate * weight_decay).add_(update, alpha=-rate)
+            mu.lerp_(grad, 1 - b2)
 
     name = f"lion({describe(learning_rate)}, b1={b1}, b2={b2}, weight_decay={weight_decay})"
     return Optimizer(init=init, update_=update_, name=name)

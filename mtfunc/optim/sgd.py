@@ -65,14 +65,14 @@ def sgd(
     @torch.no_grad()
     def update_(params: Leaves, grads: Leaves, state: dict[str, Leaves], step: int) -> None:
         rate = float(schedule(step))
-        for row in match("sgd", params, grads=grads, **{kind: state[kind] for kind in kinds}):
-            for param, grad, *moments in blocks(row):
-                if weight_decay:
-                    grad.add_(param, alpha=weight_decay)
-                for mu in moments:
-                    mu.mul_(momentum).add_(grad)
-                    grad = grad.add_(mu, alpha=momentum) if nesterov else mu
-                param.add_(grad, alpha=-rate)
+        rows = match("sgd", params, grads=grads, **{kind: state[kind] for kind in kinds})
+        for param, grad, *moments in blocks(rows):
+            if weight_decay:
+                grad.add_(param, alpha=weight_decay)
+            for mu in moments:
+                mu.mul_(momentum).add_(grad)
+                grad = grad.add_(mu, alpha=momentum) if nesterov else mu
+            param.add_(grad, alpha=-rate)
 
     name = (
         f"sgd({describe(learning_rate)}, momentum={momentum}, nesterov={nesterov}, "
