@@ -433,3 +433,38 @@ def test_nested_keys_and_units():
         mt.stage(square),
     )
     check(program, params, BATCH)
+
+
+@pytest.mark.parametrize("device", ["cpu", *(f"sim:{seed}" for seed in range(4))])
+def test_a_leaf_is_not_updated_before_the_last_recomputation_that_reads_it(device):
+    """The middle stage reads ``a`` and adds nothing to its gradient; ``unused`` has none at all."""
+
+    def start(e, x, batch):
+        return batch["x"] @ e["w"]
+
+    def middle(a, b, x, batch):
+        return torch.tanh(x * a["w"].detach().sum() * b["w"] + a["unused"].detach().sum())
+
+    def end(a, x, batch):
+        return ((x @ a["w"]) ** 2).sum()
+
+    program = mt.chain(mt.stage(start, "e"), mt.stage(middle, "a", "b"), mt.stage(end, "a"))
+    params = {
+        "a": {"w": randn(4, 4, seed=1), "unused": randn(2, seed=2)},
+        "b": {"w": randn(4, seed=3)},
+        "e": {"w": randn(4, 4, seed=4)},
+    }
+    _, grads = mt.reference.value_and_grad(program)(params, BATCH)
+    expected = {
+        unit: {name: leaf - 0.5 * (grads[unit][name] + leaf) for name, leaf in leaves.items()}
+        for unit, leaves in params.items()
+    }
+
+    def update_(params, grads, state, step):
+        for path, leaf in params.items():
+            leaf.sub_(0.5 * (grads[path] + leaf))
+
+    optimizer = mt.Optimizer(init=lambda params: {}, update_=update_, name="decay")
+    state = mt.init(program, params, optimizer)
+    state, _ = mt.train_step(program, optimizer, device=device)(state, BATCH)
+    assert_same(state.params, expected)

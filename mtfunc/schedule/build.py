@@ -196,11 +196,16 @@ class Builder:
             self._finish_forward()
             return
         self._loss()
-        written = self.flow.writers
-        self._complete([p for p, aval in self.params.items() if aval.active and p not in written])
+        # A leaf may be read again by a stage that adds nothing to its gradient: not before the
+        # last recomputation that reads it may it be updated.
+        last = dict.fromkeys(path for path, aval in self.params.items() if aval.active)
+        for visit in self.visits[turn:]:
+            read = self.traced[0][visit.stage].binding.paths
+            last.update({path: visit.number for path in read if path in last})
+        self._complete([path for path, number in last.items() if number is None])
         for visit in self.visits[turn:]:
             self._visit(visit)
-            self._complete([p for p, stages in written.items() if stages[-1] == visit.stage])
+            self._complete([path for path, number in last.items() if number == visit.number])
 
     def _visit(self, visit: Visit) -> None:
         for needed, unit, paths in sorted(self.loads.get(visit.number, ())):
