@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Engine:
         self.device, self.config = check_device(device), config or StreamConfig()
         self.trainable = trainable
         self.cache: OrderedDict[Any, Compiled] = OrderedDict()
+        self.lock = threading.RLock()
 
     def compile(self, params: Params, batches: Sequence[Batch], key: Key | None) -> Compiled:
         """The schedule for these shapes, made the first time.
@@ -95,7 +97,9 @@ class Engine:
             self.cache.move_to_end(signature)
             return self.cache[signature]
         backend = open_backend(self.device)
-        what = (self.program, self.mode, self.loss, self.config, backend.unified, key is None)
+        # Programs by their text too: statics 1, 1.0 and True are equal and mean different things.
+        program = (self.program, repr(self.program))
+        what = (program, self.mode, self.loss, self.config, backend.unified, key is None)
         if (what, signature) not in _planned:
             schedule = self.plan(params, batches, key)
             _planned[what, signature] = (schedule, schedule.lower())
@@ -149,11 +153,12 @@ class Engine:
         if self.program.check is not None:
             for batch in batches:
                 self.program.check(batch)
-        compiled = self.compile(params, batches, key)
-        step = bind(compiled.schedule, params, batches, key, audit=compiled.fresh, **options)
-        run(compiled.lowered, compiled.backend, [step])
-        compiled.fresh = False
-        return collect(compiled, step)
+        with self.lock, torch.inference_mode(False):
+            compiled = self.compile(params, batches, key)
+            step = bind(compiled.schedule, params, batches, key, audit=compiled.fresh, **options)
+            run(compiled.lowered, compiled.backend, [step])
+            compiled.fresh = False
+            return collect(compiled, step)
 
 
 def bind(
@@ -161,10 +166,12 @@ def bind(
 ) -> Step:
     """A step of a schedule on these tensors, with room for what it leaves to the caller."""
     external = {f"params/{p}": leaf.detach() for p, leaf in _tree.flatten(params)[0].items()}
+    changed = {leaf.untyped_storage().data_ptr() for leaf in external.values()}
     for m, batch in enumerate(batches):
         for path, leaf in _tree.flatten(batch)[0].items():
             if isinstance(leaf, Tensor):
-                external[f"batch/{path}#{m}"] = leaf.detach()
+                shared = leaf.untyped_storage().data_ptr() in changed
+                external[f"batch/{path}#{m}"] = leaf.detach().clone() if shared else leaf.detach()
     for buffer in schedule.buffers.values():
         if buffer.arena == "out":
             assert buffer.aval is not None

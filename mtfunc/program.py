@@ -141,6 +141,13 @@ class Program:
                     _tree.get(params, key)
             except KeyError as error:
                 raise KeyError(f"part {part.name!r}: {error.args[0]}{self._hint(error)}") from None
+        names = Counter(stage.name for stage in stages)
+        if len(names) < len(stages):
+            twice = next(name for name, times in names.items() if times > 1)
+            raise ValueError(
+                f"two stages are named {twice!r}; expected a name of its own for each, since keys "
+                "and aux values go by it. A scan's entries are named SCAN/NUMBER"
+            )
         if not partial:
             self._refuse_unread(params, stages)
         return tuple(stages)
@@ -207,7 +214,7 @@ def stage(
             (``torch.autograd.grad`` on detached leaves, for kernels that functorch cannot
             trace), or a callable ``rule(*subtrees, carry, batch, cotangent, **static)`` that
             returns the cotangents of the subtrees and of the carry,
-            ``(*subtree_cotangents, carry_cotangent)``, ``None`` where there is none.
+            ``(*subtree_cotangents, carry_cotangent)``; ``None`` there means zero.
         rng: whether ``fn`` also gets ``key=``, the step's key folded with the stage's name and
             the micro-batch's number.
         has_aux: whether ``fn`` returns ``(carry, aux)``.

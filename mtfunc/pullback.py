@@ -164,7 +164,7 @@ def apply_rule(
         traced: the stage.
         rule: ``rule(*subtrees, carry, batch, cotangent, **options)``. Its ``cotangent`` has the
             structure of the carry that the stage returns, with ``None`` for leaves that have no
-            cotangent and for those that the stage passes on unchanged.
+            cotangent, for those that the stage passes on unchanged, and for a leaf's repetitions.
         inputs: parameter leaves, then carry leaves.
         batch: the micro-batch.
         key: the step's key.
@@ -177,7 +177,9 @@ def apply_rule(
     name = traced.stage.name
     fresh = iter(range(len(traced.outputs)))
     leaves = [None if s is not None else cotangents.get(next(fresh)) for s in traced.sources]
-    cotangent = traced.carry_out.build(leaves)
+    places = traced.carry_out.places
+    once = [leaves[i] if i not in places[:n] else None for n, i in enumerate(places)]
+    cotangent = _tree.unflatten(traced.carry_out.spec, once)
     subtrees = traced.subtrees(inputs)
     with torch.no_grad():
         found = rule(

@@ -152,10 +152,26 @@ def _forward(op: Operation, step: Step, backend: Backend) -> None:
             "recomputation would draw other numbers; expected a pure function. Give the stage "
             "rng=True and draw with mt.random from its key="
         )
+    if step.optimizer is not None:
+        outputs, aux = _unshared(outputs, inputs), _unshared(aux, inputs)
     if step.watch is not None:
         step.watch(op, outputs)
     _write(op.writes["outputs"], outputs, backend)
     _write(op.writes["aux"], aux, backend)
+
+
+def _unshared(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """The same tensors in the same layout, none in memory that an update may change."""
+    taken = {leaf.untyped_storage().data_ptr() for leaf in inputs}
+
+    def apart(leaf: Tensor) -> Tensor:
+        if leaf.untyped_storage().data_ptr() not in taken:
+            return leaf
+        storage = leaf.untyped_storage().clone()
+        empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        return empty.set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
+
+    return [apart(leaf) for leaf in outputs]
 
 
 def _loss(op: Operation, step: Step, backend: Backend) -> None:

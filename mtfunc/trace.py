@@ -185,7 +185,15 @@ class Traced:
                         "as when it first ran with these shapes. Shapes inside a stage may "
                         "depend on values, but not those that it returns"
                     )
-            return fresh, [as_tensor(leaf) for leaf in aux.values()]
+            reported = [as_tensor(leaf) for leaf in aux.values()]
+            for leaf, aval in zip(reported, self.aux):
+                if tuple(leaf.shape) != aval.shape or leaf.dtype != aval.dtype:
+                    raise ValueError(
+                        f"stage {self.stage.name!r} reported aux {Aval.of(leaf)}; expected {aval}, "
+                        "as when it first ran with these shapes. Shapes of aux values cannot "
+                        "depend on values"
+                    )
+            return fresh, reported
 
         return run
 
@@ -221,7 +229,8 @@ class Tracer:
         except Exception as error:
             if not _is_about_meta(error) or any(leaf.is_meta for leaf in self.leaves.values()):
                 raise
-        return self._run(stages, batch, loss, real=True)
+        values = _tree.map_leaves(lambda _, x: x.detach() if isinstance(x, Tensor) else x, batch)
+        return self._run(stages, values, loss, real=True)
 
     def _run(self, stages: Sequence[Stage], batch: Batch, loss: bool, real: bool) -> list[Traced]:
         traced: list[Traced] = []
@@ -247,6 +256,7 @@ class Tracer:
                 done = self._cached(site, batch)
             if stage.scan is not None:
                 _check_scan(done)
+                _check_aux(done, traced[-1] if traced else None)
             carry_in, avals = done.carry_out, _carry_avals(done)
             traced.append(done)
         return traced
@@ -255,7 +265,9 @@ class Tracer:
         stage = site.stage
         leaves, spec = _tree.flatten(batch)
         values = tuple(Aval.of(x) if isinstance(x, Tensor) else repr(x) for x in leaves.values())
-        what = (stage.fn, stage.static, stage.vjp, stage.rng, stage.has_aux, spec, values)
+        # Statics by their text too: 1, 1.0 and True are equal and mean different things.
+        static = (stage.static, repr(stage.static))
+        what = (stage.fn, static, stage.vjp, stage.rng, stage.has_aux, spec, values)
         where = (site.binding.subtrees, site.carry_in, site.final, site.inputs)
         if (what, where) not in self.cache:
             metas = [aval._replace(active=False).meta() for aval in site.inputs]
@@ -307,12 +319,19 @@ def _trace(
         site,
         carry_out=CarrySpec(spec, tuple(places[id(leaf)] for leaf in carry.values())),
         sources=sources,
-        outputs=tuple(Aval.of(leaf, leaf.requires_grad) for leaf in fresh),
+        outputs=tuple(Aval.of(leaf, _learns(site, leaf)) for leaf in fresh),
         aux_spec=aux_spec,
         aux=tuple(Aval.of(as_tensor(leaf)) for leaf in aux.values()),
         connect=_connections(site, leaves, fresh),
     )
     return done, [leaf.detach() for leaf in fresh]
+
+
+def _learns(site: Traced, leaf: Tensor) -> bool:
+    """Whether gradients flow through an output; a rule knows ways that autograd does not."""
+    if callable(site.stage.vjp):
+        return bool(site.active) and is_differentiable(leaf)
+    return leaf.requires_grad
 
 
 def _connections(
@@ -361,6 +380,18 @@ def _check_scan(done: Traced) -> None:
         raise ValueError(
             f"scan entry {done.stage.name!r} took a carry {done.carry_in.spec} and returned "
             f"{done.carry_out.spec}; expected the same structure"
+        )
+
+
+def _check_aux(done: Traced, before: Traced | None) -> None:
+    if before is None or before.stage.scan != done.stage.scan:
+        return
+    shapes = [[aval.shape for aval in one.aux] for one in (before, done)]
+    if before.aux_spec.canonical() != done.aux_spec.canonical() or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"scan entry {done.stage.name!r} reports aux {done.aux_spec} of shapes {shapes[1]}; "
+            f"expected {before.aux_spec} of shapes {shapes[0]}, as the entry before, since the "
+            "entries' aux values are stacked"
         )
 
 

@@ -147,6 +147,7 @@ class TrainStep:
             RuntimeError: ``state`` is spent.
         """
         params, number = state.params, state.step
+        self._check_moments(state)
         key = random.fold_in(state.key, number)
         spans: list[tuple[Operation, float, float]] = []
         try:
@@ -173,6 +174,21 @@ class TrainStep:
         aux = done.aux if isinstance(batches, list) else done.aux[0]
         metrics = {"loss": done.loss, "aux": aux, "step": number}
         return TrainState(params, state._moments, number + 1, state._key), metrics
+
+    def _check_moments(self, state: TrainState) -> None:
+        """The state was made with this optimizer and this choice of trained leaves."""
+        wanted = set(self.optimizer.init({"probe": torch.zeros(1)}))
+        for unit, paths in units(state.params).items():
+            leaves = {path: _tree.get(state.params, path) for path in paths}
+            active = {p for p, x in leaves.items() if is_active(p, x, self.engine.trainable)}
+            for kind in wanted if active else ():
+                held = set(state._moments.get(unit, {}).get(kind, {}))
+                if not active <= held:
+                    raise ValueError(
+                        f"train_step: the state holds no {kind!r} for "
+                        f"{min(active - held)!r}, which {self.optimizer.name} needs; expected "
+                        "a state from mt.init with the same optimizer and the same trainable"
+                    )
 
     def _culprit(self, params: Params, batches: list[Batch], key: Key) -> str:
         """Which stage first returns a value that is not finite, found by a forward pass."""

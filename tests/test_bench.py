@@ -123,6 +123,13 @@ def test_growth_is_told_in_carries() -> None:
     assert "| 3.00 | 1.00 |" in text and "One layer's carry is 3.00 MB." in text
 
 
+def test_allocator_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = result([1.0], [1.0]).machine
+    assert "MALLOC_ARENA_MAX" not in str(machine)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    assert str(machine).endswith("MALLOC_ARENA_MAX=1 was set.")
+
+
 def test_arms_that_start_apart_are_refused() -> None:
     children = [SimpleNamespace(arm=arm, ready={"digest": arm}) for arm in ("streamed", "jax")]
     with pytest.raises(SystemExit, match="different parameters at the start"):

@@ -255,3 +255,42 @@ def test_what_a_stage_returns_cannot_depend_on_values():
         f({"a": PARAMS["a"]}, BATCH)
         with pytest.raises(ValueError, match=r"'culprit' returned .*when it first ran"):
             f({"a": PARAMS["a"]}, {"x": -torch.ones(2, 4)})
+
+
+def test_two_stages_of_one_name():
+    program = mt.chain(START, mt.scan(linear, "layers"), mt.stage(total, name="layers/0"))
+    with pytest.raises(ValueError, match=r"two stages are named 'layers/0'"):
+        grad(program)
+
+
+def test_aux_values_that_cannot_be_stacked():
+    def layer(p, x, batch, *, rows):
+        return x, x[:rows].sum(1)
+
+    statics = [{"rows": 1}, {"rows": 2}]
+    program = mt.chain(START, mt.scan(layer, "layers", static=statics, has_aux=True), END)
+    with pytest.raises(ValueError, match=r"'layers/1' reports aux .*\(2,\).*expected .*\(1,\)"):
+        grad(program)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_aux_whose_shape_depends_on_values(device):
+    def picky(x, batch):
+        return x, x[x > 0]
+
+    f = mt.value_and_grad(program_of(picky, has_aux=True), device=device)
+    f({"a": PARAMS["a"]}, BATCH)
+    with pytest.raises(ValueError, match=r"'culprit' reported aux float32\[0\]; expected"):
+        f({"a": PARAMS["a"]}, {"x": -torch.ones(2, 4)})
+
+
+def test_a_state_of_another_optimizer_is_refused_and_stays_whole():
+    state = mt.init(LM, lm_params(), mt.sgd(0.1))
+    with pytest.raises(ValueError, match=r"holds no '(mu|nu)' for 'embed/weight', which adamw"):
+        mt.train_step(LM, mt.adamw(0.1))(state, lm_batch())
+    only = {"trainable": lambda path, leaf: path.startswith("layers")}
+    frozen = mt.init(LM, lm_params(), mt.adamw(0.1), **only)
+    with pytest.raises(ValueError, match=r"same trainable"):
+        mt.train_step(LM, mt.adamw(0.1))(frozen, lm_batch())
+    frozen, _ = mt.train_step(LM, mt.adamw(0.1), **only)(frozen, lm_batch())
+    assert frozen.step == 1 and state.step == 0

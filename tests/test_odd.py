@@ -468,3 +468,104 @@ def test_a_leaf_is_not_updated_before_the_last_recomputation_that_reads_it(devic
     state = mt.init(program, params, optimizer)
     state, _ = mt.train_step(program, optimizer, device=device)(state, BATCH)
     assert_same(state.params, expected)
+
+
+def test_a_rule_where_autograd_sees_no_gradient():
+    """A straight-through estimator: the forward function alone has no derivative at all."""
+
+    def sign(x, batch):
+        return torch.where(x > 0, 1.0, -1.0)
+
+    def straight_through(x, batch, cotangent):
+        return (cotangent,)
+
+    program = mt.chain(
+        mt.stage(linear, "a"),
+        mt.stage(sign, vjp=straight_through),
+        mt.stage(lambda x, batch: (x * batch["x"]).sum(), name="end"),
+    )
+    _, grads = check(program, linears(1, "a"), BATCH)
+    w = linears(1, "a")["a"]["w"].requires_grad_()
+    expected = torch.autograd.grad(linear({"w": w}, None, BATCH), w, BATCH["x"])[0]
+    assert torch.equal(grads["a"]["w"], expected)
+
+
+def test_mixed_dtypes_of_losses():
+    for total, count in [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float16, torch.int64),
+    ]:
+
+        def end(x, batch, total=total, count=count):
+            return mt.Mean(x.sum().to(total), torch.tensor(3, dtype=count)) + x.mean()
+
+        check(mt.chain(mt.stage(linear, "a"), mt.stage(end)), linears(1, "a"), BATCH)
+
+
+def test_equal_statics_of_different_types_are_different_programs():
+    def scaled(p, x, batch, *, s):
+        return p["w"].sum() * (100 if isinstance(s, bool) else s)
+
+    losses = []
+    for s in (1, True, 1.0, 2):
+        program = mt.chain(mt.stage(scaled, "a", static={"s": s}))
+        losses.append(float(mt.value_and_grad(program)({"a": {"w": torch.ones(3)}}, BATCH)[0]))
+    assert losses == [3.0, 300.0, 3.0, 6.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_carries_aux_and_batches_that_share_a_parameters_memory_keep_their_values(device):
+    def first(p, x, batch):
+        return (p["w"].detach(), batch["x"]), {"row": p["w"][0], "all": p["w"]}
+
+    def second(p, c, batch):
+        return torch.tanh(c[1] @ c[0] @ p["w"]) @ batch["again"]
+
+    def third(p, x, batch):
+        return (x * p["w"].sum()).sum()
+
+    program = mt.chain(
+        mt.stage(first, "a", has_aux=True), mt.stage(second, "b"), mt.stage(third, "a")
+    )
+    optimizer = mt.adamw(0.1, weight_decay=0.5)
+    state = mt.init(program, linears(2, "a", "b"), optimizer)
+    batch = {**BATCH, "again": state.params["a"]["w"]}
+    before = state.params["a"]["w"].clone()
+    (_, aux), grads = mt.reference.value_and_grad(program, has_aux=True)(state.params, batch)
+    aux = {name: leaf.clone() for name, leaf in aux["first"].items()}
+    plain = [state.params[k]["w"].clone().requires_grad_() for k in "ab"]
+    for leaf, key in zip(plain, "ab"):
+        leaf.grad = grads[key]["w"].contiguous()
+    torch.optim.AdamW(plain, lr=0.1, weight_decay=0.5, fused=True).step()
+    state, metrics = mt.train_step(program, optimizer, device=device)(state, batch)
+    assert_same([state.params[k]["w"] for k in "ab"], plain)
+    assert_same(metrics["aux"]["first"], aux)
+    assert not torch.equal(state.params["a"]["w"], before)
+
+
+def test_one_container_in_two_places_is_not_tied():
+    layer = {"w": torch.eye(4)}
+    params = {"a": {"w": randn(4, 4)}, "l": [layer] * 3}
+    program = mt.chain(mt.stage(linear, "a"), mt.scan(linear, "l"), mt.stage(square))
+    _, grads = mt.reference.value_and_grad(program)(params, BATCH)
+    expected = [layer["w"] - 0.1 * p["w"] for p in grads["l"]]
+    optimizer = mt.sgd(0.1)
+    state, step = mt.init(program, params, optimizer), mt.train_step(program, optimizer)
+    state, _ = step(state, BATCH)
+    for got, leaf in zip(state.params["l"], expected):
+        assert torch.allclose(got["w"], leaf)
+
+
+def test_two_threads_share_one_function():
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tests.toys import LM
+
+    f, params = mt.value_and_grad(LM), lm_params()
+    batches = [lm_batch(2, seed=i) for i in range(8)]
+    expected = [mt.reference.value_and_grad(LM)(params, batch) for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: f(params, batches[i % 8]), range(64)))
+    for i, got in enumerate(found):
+        assert_same(list(got), list(expected[i % 8]), str(i))

@@ -47,7 +47,7 @@ def pack_(params: Params, *, pin: bool = False) -> Params:
     """Packs in place: leaves are replaced in the caller's dicts and lists, unit by unit.
 
     The originals are let go as it proceeds, so at most one unit exists twice where nobody else
-    holds them. Tuples cannot be changed, so a pytree that holds one is packed anew.
+    holds them. A pytree that holds a tuple, or one container in two places, is packed anew.
     """
     if not _is_mutable(params):
         return pack(params, pin=pin)
@@ -72,11 +72,16 @@ def pack_unit(leaves: Leaves, *, pin: bool = False) -> Leaves:
     return packed
 
 
-def _is_mutable(node: Any) -> bool:
+def _is_mutable(node: Any, seen: set[int] | None = None) -> bool:
+    """Whether leaves can be replaced in place: dicts and lists only, each of them once."""
+    seen = set() if seen is None else seen
     parts = _tree.children_of(node) if node is not None else None
     if parts is None:
         return True
-    return type(node) in (dict, list) and all(map(_is_mutable, parts[1]))
+    if type(node) not in (dict, list) or id(node) in seen:
+        return False
+    seen.add(id(node))
+    return all(_is_mutable(child, seen) for child in parts[1])
 
 
 def _replace(params: Any, path: str, leaf: Tensor) -> None:

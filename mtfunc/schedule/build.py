@@ -16,6 +16,7 @@ from torch import Tensor
 from mtfunc import _tree
 from mtfunc._base import Batch, Path
 from mtfunc.config import StreamConfig
+from mtfunc.loss import Mean
 from mtfunc.schedule.flow import Flow, flow
 from mtfunc.schedule.place import Draft, Value
 from mtfunc.trace import Aval, Traced
@@ -267,7 +268,9 @@ class Builder:
         names = [name for carry in self.flow.final for name in carry]
         active = list(dict.fromkeys(n for n in names if self.flow.avals[n].active))
         seeds = [self._cotangent(name) for name in active]
-        scalar = Aval((), self.flow.avals[names[0]].dtype, ())
+        avals = [[self.flow.avals[name].meta() for name in carry] for carry in self.flow.final]
+        means = [t[-1].carry_out.build(leaves) for t, leaves in zip(self.traced, avals)]
+        scalar = Aval((), Mean.pool(means).dtype, ())
         loss = [self._value("loss", "loss", scalar)]
         self.drafts.append(
             Draft(
