@@ -32,8 +32,8 @@ from mtfunc._base import Key
 
 _BLOCK = 2**15
 """Elements drawn at a time on a CPU; no draw depends on it. Each operation on a block runs on one
-thread, with its int64 scratch in that core's cache: twice the threads are 1.5 times as fast on an
-idle machine, and 20 times slower where other work makes them wait for each other."""
+thread, with its int64 scratch in that core's cache: two threads and larger blocks are twice as fast
+on an idle machine, and up to 20 times slower where other work makes them wait for each other."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -352,7 +352,7 @@ def dropout(key: Key, rate: float, x: Tensor, *, offset: int = 0) -> Tensor:
     if rate == 0:
         return x
     keep = bernoulli(key, 1 - rate, x.shape, offset=offset, device=x.device)
-    return (x * keep).mul_(1 / (1 - rate))
+    return torch.where(keep, x, 0).mul_(1 / (1 - rate))
 
 
 def _draw(

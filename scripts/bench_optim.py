@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from mtfunc import optim
+from mtfunc._base import Leaves, Optimizer
 
 EPILOG = """
 An update does little arithmetic on much data, so memory bandwidth bounds it. Bytes are those that
@@ -53,7 +54,7 @@ class Contender:
     name: str
     grads: str
     bytes_each: int
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 def size(text: str) -> int:
@@ -62,13 +63,13 @@ def size(text: str) -> int:
     return int(text[:-1] if factor > 1 else text) * factor
 
 
-def leaves(total: int, count: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+def leaves(total: int, count: int, dtype: torch.dtype, seed: int) -> Leaves:
     """Views of one buffer of small normal numbers, of nearly equal sizes."""
     flat = torch.empty(total).normal_(0, 0.01, generator=torch.Generator().manual_seed(seed))
     return {f"leaf/{i}": part for i, part in enumerate(flat.to(dtype).tensor_split(count))}
 
 
-def contender(name: str, optimizer, params, grads) -> Contender:
+def contender(name: str, optimizer: Optimizer, params: Leaves, grads: Leaves) -> Contender:
     """Our optimizer, updating ``params`` with moments of its own."""
     state = optimizer.init(params)
     gradient = next(iter(grads.values()))
@@ -82,7 +83,7 @@ def contender(name: str, optimizer, params, grads) -> Contender:
     )
 
 
-def torch_adamw(name: str, params, grads) -> Contender:
+def torch_adamw(name: str, params: Leaves, grads: Leaves) -> Contender:
     """torch's fused AdamW; gradients of another dtype are converted before each step."""
     tensors = [leaf.detach().requires_grad_() for leaf in params.values()]
     optimizer = torch.optim.AdamW(tensors, lr=1e-5, fused=True)

@@ -379,6 +379,11 @@ def test_dropout_scales_what_it_keeps(dtype):
     torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
+def test_dropped_elements_are_zero_whatever_they_were():
+    x = torch.full((100,), math.inf)
+    assert set(random.dropout(random.key(0), 0.5, x).tolist()) == {0.0, math.inf}
+
+
 def test_dropout_keeps_its_share():
     kept = (random.dropout(random.key(0), 0.1, torch.ones(N)) != 0).sum().item()
     assert abs(kept - 0.9 * N) < 4 * math.sqrt(0.09 * N)

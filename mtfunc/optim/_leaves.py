@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from mtfunc._base import Leaves
 
 Row = tuple[Tensor, ...]
 """One leaf's ``(param, grad, *moments)``."""
+
+Tensors = list[Tensor]
+"""What a fused kernel takes: many leaves' parameters, or gradients, or moments of one kind."""
 
 _BLOCK = 2**20
 """Elements of a block: small enough for its scratch to stay in cache, large enough for threads to
@@ -75,37 +78,59 @@ def _matched(
     return leaf
 
 
-def alike(row: Row) -> bool:
-    """Whether a kernel can take the tensors as they are: contiguous, one dtype and device."""
-    param = row[0]
-    return all(
-        leaf.is_contiguous() and leaf.dtype == param.dtype and leaf.device == param.device
-        for leaf in row
-    )
+def update_(rows: Iterable[Row], kernel: Callable[..., None]) -> None:
+    """Calls a fused kernel on many leaves at a time: ``kernel(params, grads, *moments)``, in lists.
+
+    A kernel takes lists of contiguous tensors of one dtype and device. Leaves that are not so go
+    to it block by block.
+    """
+    together: dict[tuple[torch.dtype, torch.device], list[Row]] = {}
+    apart = []
+    for row in rows:
+        if _alike(row):
+            together.setdefault((row[0].dtype, row[0].device), []).append(row)
+        else:
+            apart.append(row)
+    for group in together.values():
+        kernel(*(list(column) for column in zip(*group)))
+    # The kernel makes a single pass over its scratch, so that blocks may outgrow the cache: on a
+    # busy machine fewer of them, after which threads wait for each other, are worth more.
+    for block in blocks(apart, times=4):
+        kernel(*([leaf] for leaf in block))
 
 
 def blocks(rows: Iterable[Row], times: int = 1) -> Iterator[Row]:
-    """Yields flat blocks to update in place, the gradient being a scratch in param's dtype.
+    """Yields flat blocks of one dtype: all but the gradient, which is for reading, are views.
 
-    Converting block by block through one scratch keeps the update at memory bandwidth; converting
-    a whole gradient into fresh memory does not. Leaves that are not contiguous are updated in a
-    copy and written back.
+    Converting gradients block by block through one scratch keeps the update near memory bandwidth.
+    Leaves that are not contiguous are updated in a copy and written back.
 
     Args:
         rows: the leaves.
         times: the length of a block in units of ``_BLOCK``.
     """
     size, scratch = times * _BLOCK, torch.empty(0)
-    for param, grad, *moments in rows:
-        owned = (param, *moments)
+    for row in rows:
+        param, grad, *moments = row
+        owned, convert = (param, *moments), not _alike(row)
         flat = [leaf.contiguous().view(-1) for leaf in owned]
         source = grad.reshape(-1)
-        need = min(param.numel(), size)
+        need = min(param.numel(), size) if convert else 0
         if (scratch.dtype, scratch.device) != (param.dtype, param.device) or len(scratch) < need:
             scratch = torch.empty(need, dtype=param.dtype, device=param.device)
         for start in range(0, param.numel(), size):
             first, *rest = (leaf[start : start + size] for leaf in flat)
-            yield first, scratch[: len(first)].copy_(source[start : start + size]), *rest
+            piece = source[start : start + size]
+            yield first, scratch[: len(first)].copy_(piece) if convert else piece, *rest
         for leaf, updated in zip(owned, flat):
             if not leaf.is_contiguous():
                 leaf.copy_(updated.view(leaf.shape))
+
+
+def _alike(row: Row) -> bool:
+    """Whether all are contiguous, of one dtype and on one device."""
+    param = row[0]
+    return all(
+        leaf.is_contiguous() and leaf.dtype == param.dtype and leaf.device == param.device
+        for leaf in row
+    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
 
 import torch
 
 from mtfunc._base import Leaves, Optimizer, Schedule1D
+from mtfunc.optim import _leaves
 from mtfunc.optim._checks import check_ranges
-from mtfunc.optim._leaves import Row, alike, blocks, match, zeros
+from mtfunc.optim._leaves import Tensors
 from mtfunc.optim.schedules import as_schedule, describe
 
 
@@ -68,22 +67,21 @@ def adamw(
     )
 
     def init(params: Leaves) -> dict[str, Leaves]:
-        return zeros("adamw", params, "mu", "nu")
+        return _leaves.zeros("adamw", params, "mu", "nu")
 
     @torch.no_grad()
     def update_(params: Leaves, grads: Leaves, state: dict[str, Leaves], step: int) -> None:
         rate = float(schedule(step))
 
-        def fused(rows: Iterable[Row]) -> None:
-            first, gradients, mu, nu = (list(column) for column in zip(*rows))
-            count = torch.tensor(float(step + 1), device=first[0].device)
+        def kernel(first: Tensors, grads: Tensors, mu: Tensors, nu: Tensors) -> None:
+            counts = [torch.tensor(float(step + 1), device=first[0].device)] * len(first)
             torch._fused_adamw_(
                 first,
-                gradients,
+                grads,
                 mu,
                 nu,
                 [],
-                [count] * len(first),
+                counts,
                 lr=rate,
                 beta1=b1,
                 beta2=b2,
@@ -93,18 +91,8 @@ def adamw(
                 maximize=False,
             )
 
-        together, apart = defaultdict(list), []
-        for row in match("adamw", params, grads=grads, mu=state["mu"], nu=state["nu"]):
-            if alike(row):
-                together[row[0].dtype, row[0].device].append(row)
-            else:
-                apart.append(row)
-        for rows in together.values():
-            fused(rows)
-        # A single pass reads the scratch, so that blocks may outgrow the cache: on a busy machine
-        # fewer of them, for which threads wait for each other, are worth more.
-        for block in blocks(apart, times=4):
-            fused([block])
+        rows = _leaves.match("adamw", params, grads=grads, mu=state["mu"], nu=state["nu"])
+        _leaves.update_(rows, kernel)
 
     name = (
         f"adamw({describe(learning_rate)}, b1={b1}, b2={b2}, eps={eps}, "

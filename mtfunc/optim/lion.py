@@ -7,8 +7,8 @@ import math
 import torch
 
 from mtfunc._base import Leaves, Optimizer, Schedule1D
+from mtfunc.optim import _leaves
 from mtfunc.optim._checks import check_ranges
-from mtfunc.optim._leaves import blocks, match, zeros
 from mtfunc.optim.schedules import as_schedule, describe
 
 
@@ -55,12 +55,13 @@ def lion(
     check_ranges("lion", b1=(b1, 0, 1), b2=(b2, 0, 1), weight_decay=(weight_decay, 0, math.inf))
 
     def init(params: Leaves) -> dict[str, Leaves]:
-        return zeros("lion", params, "mu")
+        return _leaves.zeros("lion", params, "mu")
 
     @torch.no_grad()
     def update_(params: Leaves, grads: Leaves, state: dict[str, Leaves], step: int) -> None:
         rate = float(schedule(step))
-        for param, grad, mu in blocks(match("lion", params, grads=grads, mu=state["mu"])):
+        rows = _leaves.match("lion", params, grads=grads, mu=state["mu"])
+        for param, grad, mu in _leaves.blocks(rows):
             update = mu.lerp(grad, 1 - b1).sign_()
             param.mul_(1 - rate * weight_decay).add_(update, alpha=-rate)
             mu.lerp_(grad, 1 - b2)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from mtfunc._base import Leaves, Optimizer, Schedule1D
+from mtfunc.optim import _leaves
 from mtfunc.optim._checks import check_ranges
-from mtfunc.optim._leaves import blocks, match, zeros
+from mtfunc.optim._leaves import Tensors
 from mtfunc.optim.schedules import as_schedule, describe
 
 
@@ -27,10 +29,10 @@ def sgd(
         mu = momentum * mu + g
         p -= a * (g + momentum * mu if nesterov else mu)
 
-    Bitwise equal to ``torch.optim.SGD`` (not fused) in float32 and float64. In 16-bit dtypes
-    torch's own last bits depend on where it cuts a leaf of more than 32,768 elements between
-    threads, and so may differ there. Torch's fused kernel is not used: on CPUs it leaves 16-bit
-    parameters unchanged (pytorch issue 191763, versions up to 2.13).
+    Bitwise equal to ``torch.optim.SGD(fused=True)`` in float32 and float64. On CPUs that kernel
+    leaves 16-bit parameters unchanged (pytorch issue 191763, versions up to 2.13), so these follow
+    the plain ``torch.optim.SGD``, whose own last bits depend on where it cuts a leaf of more than
+    32,768 elements between threads.
 
     Args:
         learning_rate: a float, or a function of the steps already taken.
@@ -60,18 +62,35 @@ def sgd(
     kinds = ("mu",) if momentum else ()
 
     def init(params: Leaves) -> dict[str, Leaves]:
-        return zeros("sgd", params, *kinds)
+        return _leaves.zeros("sgd", params, *kinds)
 
     @torch.no_grad()
     def update_(params: Leaves, grads: Leaves, state: dict[str, Leaves], step: int) -> None:
         rate = float(schedule(step))
-        rows = match("sgd", params, grads=grads, **{kind: state[kind] for kind in kinds})
-        for param, grad, *moments in blocks(rows):
+        moments = {kind: state[kind] for kind in kinds}
+        rows = _leaves.match("sgd", params, grads=grads, **moments)
+
+        def kernel(first: Tensors, grads: Tensors, mu: Tensors | None = None) -> None:
+            torch._fused_sgd_(
+                first,
+                grads,
+                mu or [],
+                weight_decay=weight_decay,
+                momentum=momentum,
+                lr=rate,
+                dampening=0.0,
+                nesterov=nesterov,
+                maximize=False,
+                is_first_step=False,
+            )
+
+        _leaves.update_((row for row in rows if _is_fusable(row[0])), kernel)
+        for param, grad, *mu in _leaves.blocks(row for row in rows if not _is_fusable(row[0])):
             if weight_decay:
-                grad.add_(param, alpha=weight_decay)
-            for mu in moments:
-                mu.mul_(momentum).add_(grad)
-                grad = grad.add_(mu, alpha=momentum) if nesterov else mu
+                grad = grad.add(param, alpha=weight_decay)
+            if mu:
+                mu[0].mul_(momentum).add_(grad)
+                grad = grad.add(mu[0], alpha=momentum) if nesterov else mu[0]
             param.add_(grad, alpha=-rate)
 
     name = (
@@ -79,3 +98,7 @@ def sgd(
         f"weight_decay={weight_decay})"
     )
     return Optimizer(init=init, update_=update_, name=name)
+
+
+def _is_fusable(param: Tensor) -> bool:
+    return param.dtype in (torch.float32, torch.float64) and not param.is_meta
