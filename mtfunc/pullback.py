@@ -139,14 +139,30 @@ def _by_rule(
         outputs, aux = flat(inputs)
 
     def pull(cotangents: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor | None]:
-        given = dict(zip(wanted.outputs, cotangents))
-        found = apply_rule(traced, rule, inputs, batch, key, micro, given)
-        for i, total in zip(wanted.running, sums):
-            grad = found[i]
-            found[i] = total if grad is None else total + grad
-        return [found[i] for i in wanted.inputs]
+        return pull_rule(traced, rule, inputs, batch, key, micro, wanted, cotangents, sums)
 
     return Linearized(outputs, aux, pull)
+
+
+def pull_rule(
+    traced: Traced,
+    rule: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    batch: Batch,
+    key: Key | None,
+    micro: int,
+    wanted: Wanted,
+    cotangents: Sequence[Tensor],
+    sums: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """What ``Linearized.pull`` returns, by the pullback rule that the user wrote."""
+    found = apply_rule(
+        traced, rule, inputs, batch, key, micro, dict(zip(wanted.outputs, cotangents))
+    )
+    for i, total in zip(wanted.running, sums):
+        grad = found[i]
+        found[i] = total if grad is None else total + grad
+    return [found[i] for i in wanted.inputs]
 
 
 def apply_rule(

@@ -19,6 +19,7 @@ from mtfunc._base import Batch, Key, Leaves, Optimizer
 from mtfunc.backends import Backend
 from mtfunc.loss import Mean
 from mtfunc.pullback import Linearized, linearize
+from mtfunc.recompute import pullback
 from mtfunc.schedule import Schedule
 from mtfunc.schedule.operation import COPIES, Buffer, Lowered, Operation, Record, Run, Wait
 
@@ -195,15 +196,13 @@ def _loss(op: Operation, step: Step, backend: Backend) -> None:
 
 def _pullback(op: Operation, step: Step, backend: Backend) -> None:
     assert op.stage is not None and op.micro is not None and op.wanted is not None
-    if op.keep:
-        done = step.kept.pop((op.stage, op.micro))
-        inputs = _read([*op.reads["params"], *op.reads["carry"]], step, backend)
-    else:
-        traced, inputs, batch = _site(op, step, backend)
-        done = linearize(traced, inputs, batch, step.key, op.micro, op.wanted)
+    traced, inputs, batch = _site(op, step, backend)
     cotangents = _read(op.reads["cotangents"], step, backend)
     sums = _read(op.reads["sums"], step, backend)
-    found = done.pull(cotangents, sums)
+    if op.keep:
+        found = step.kept.pop((op.stage, op.micro)).pull(cotangents, sums)
+    else:
+        found = pullback(traced, inputs, batch, step.key, op.micro, op.wanted, cotangents, sums)
     results = [
         torch.zeros_like(inputs[i]) if grad is None else grad
         for i, grad in zip(op.wanted.inputs, found)

@@ -110,6 +110,7 @@ class Traced:
         aux_spec: the structure of the aux value.
         aux: the abstract values of its leaves.
         connect: which active inputs the given fresh outputs depend on.
+        unread: what :mod:`mtfunc.recompute` learnt, shared by stages with one trace.
     """
 
     stage: Stage
@@ -123,6 +124,7 @@ class Traced:
     aux_spec: _tree.Spec = _tree.NONE
     aux: tuple[Aval, ...] = ()
     connect: Callable[[tuple[int, ...]], tuple[int, ...]] = field(default=lambda outputs: ())
+    unread: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def n_params(self) -> int:
@@ -346,13 +348,14 @@ def _connections(
         if not wanted or not every:
             return ()
         roots = [outputs[i] for i in wanted]
-        found = torch.autograd.grad(
-            roots,
-            [inputs[i] for i in every],
-            [torch.zeros_like(root) for root in roots],
-            allow_unused=True,
-            retain_graph=True,
-        )
+        zeros = [torch.zeros_like(root) for root in roots]
+        leaves = [inputs[i] for i in every]
+        try:
+            found = torch.autograd.grad(roots, leaves, zeros, allow_unused=True, retain_graph=True)
+        except Exception as error:
+            if not _is_about_meta(error):
+                raise
+            return every
         return tuple(i for i, grad in zip(every, found) if grad is not None)
 
     return connect
