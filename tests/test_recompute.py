@@ -107,11 +107,11 @@ class Hidden(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.kept = inputs[1].detach()
+        ctx.kept = inputs[1].detach().numpy()
 
     @staticmethod
     def backward(ctx, grad):
-        seen = float(ctx.kept.numpy().sum())
+        seen = float(ctx.kept.sum())
         return grad * seen, grad
 
 
@@ -123,7 +123,7 @@ def test_a_hidden_read_is_noticed_and_nothing_is_left_out(monkeypatch):
 
     program, params, batch = case(block, vjp="autograd")
     same(program, params, batch)
-    assert [] in learnt
+    assert learnt[:3] == [[]] * 3
 
 
 def test_a_saved_tensor_that_is_the_gradient_is_computed():
