@@ -47,7 +47,7 @@ def backwards(
                 found = {} if excused else check_call(call)
                 _refuse_gaps(
                     stage,
-                    f"the backward of {label!r}, a torch.autograd.Function",
+                    f"the backward of {label!r}, a torch.autograd.Function,",
                     {f"argument {i}, {kind(call.args[i])}": gap for i, gap in found.items()},
                 )
                 known[call.signature] = _outcome(label, excused, found)

@@ -12,7 +12,8 @@ disagrees at the given point must disagree at points near it too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,24 +55,56 @@ class Call(NamedTuple):
         return self.cls, *(kind(x) if isinstance(x, Tensor) else repr(x) for x in self.args)
 
 
+def functions(outputs: Iterable[Tensor]) -> set[Any]:
+    """The classes of hand-written ``torch.autograd.Function`` in the graph of these outputs."""
+    nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen, found = set(nodes), set()
+    while nodes:
+        node = nodes.pop()
+        cls = getattr(node, "_forward_cls", None)
+        if cls is not None and cls.__module__.partition(".")[0] != "torch":
+            found.add(cls)
+        fresh = {next_ for next_, _ in node.next_functions if next_ is not None} - seen
+        seen |= fresh
+        nodes.extend(fresh)
+    return found
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Collects the calls of hand-written ``torch.autograd.Function``s inside."""
+def recorded(classes: Iterable[Any]) -> Iterator[list[Call]]:
+    """Collects the calls of these classes inside.
+
+    Their ``forward`` is replaced for a while, since an ``apply`` that somebody holds would pass by
+    another one.
+    """
     calls: list[Call] = []
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad)
-        if wanted and torch.is_grad_enabled() and not kwargs:
-            plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
-            calls.append(Call(cls, plain, wanted))
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with contextlib.ExitStack() as stack:
+        for cls in classes:
+            stack.callback(_restore, cls, cls.__dict__.get("forward"))
+            cls.forward = staticmethod(_recording(cls, cls.forward, calls))
         yield calls
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _recording(cls: Any, forward: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
+    apart = cls.setup_context is not torch.autograd.Function.setup_context
+
+    @functools.wraps(forward)
+    def record(*args: Any) -> Any:
+        given = args if apart else args[1:]
+        wanted = tuple(i for i, x in enumerate(given) if isinstance(x, Tensor) and x.requires_grad)
+        if wanted:
+            plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+            calls.append(Call(cls, plain, wanted))
+        return forward(*args)
+
+    return record
+
+
+def _restore(cls: Any, forward: Any) -> None:
+    if forward is None:
+        del cls.forward
+    else:
+        cls.forward = forward
 
 
 def check_call(call: Call) -> dict[int, Gap | str]:

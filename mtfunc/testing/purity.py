@@ -13,7 +13,7 @@ from torch import Tensor
 from mtfunc import _tree
 from mtfunc._base import Batch, Carry, Key, Leaves, Params, Path
 from mtfunc.program import Stage
-from mtfunc.testing.backward import Call, recorded
+from mtfunc.testing.backward import Call, functions, recorded
 from mtfunc.testing.compare import Difference, differences, same
 from mtfunc.testing.report import CheckError
 from mtfunc.testing.surroundings import closed_over, generators, generators_kept
@@ -123,11 +123,13 @@ def visit(
 
     with _naming(stage, micro):
         out = _watched(stage, given, run)
-        with recorded() as calls:
-            learns = run if callable(stage.vjp) else lambda: run(once(_recording))
-            found = _apart(learns(), out)
-        if found:
+        again = run() if callable(stage.vjp) else run(once(_recording))
+        if found := _apart(again, out):
             _refuse_difference(stage.name, found, _apart(run(), out))
+        calls: list[Call] = []
+        if classes := functions(tensors(again[0]).values()):
+            with recorded(classes) as calls:
+                run(once(_recording))
     return Visit(
         stage=stage,
         micro=micro,

@@ -301,6 +301,33 @@ def test_functions_whose_backward_is_right():
     assert report.stages[1].backward == "Gate agrees"
 
 
+def test_functions_with_setup_context_called_by_an_apply_that_was_kept():
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(x, scale):
+            return torch.sin(x) * scale
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[0])
+            ctx.scale = inputs[1]
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.scale * torch.cos(ctx.saved_tensors[0]), None
+
+    class Wrong(Sine):
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.scale, None
+
+    forward, apply, wrong = Sine.forward, Sine.apply, Wrong.apply
+    report = passed(program_of(lambda x, batch: apply(x, 2.0)))
+    assert report.stages[1].backward == "Sine agrees" and Sine.forward is forward
+    assert "'Wrong', a torch.autograd" in str(refused(program_of(lambda x, b: wrong(x, 2.0))))
+    assert "forward" not in Wrong.__dict__
+
+
 def test_functions_whose_backward_is_wrong():
     program = program_of(lambda x, batch: WrongCube.apply(x, 2.0), vjp="autograd")
     error = refused(program)
@@ -476,3 +503,43 @@ def test_a_stages_own_error_names_the_stage():
     with pytest.raises(RuntimeError) as caught:
         check(program_of(lambda x, batch: x @ torch.ones(3, 3)), PARAMS, BATCH)
     assert any("in stage 'culprit'" in note for note in caught.value.__notes__)
+
+
+# The documentation -----------------------------------------------------------------------------
+
+
+def doc_blocks():
+    text = (ROOT / "docs/gradients.md").read_text()
+    return re.findall(r"```(python|text)\n(.*?)```", text, re.S)
+
+
+def numbers_apart(text):
+    """The text without measured times and torch's own words, and its numbers."""
+    text = re.sub(r"got           RuntimeError: .*", "got           RuntimeError", text)
+    text = re.sub(r"[\d.]+ s\)", "SECONDS)", text).strip()
+    return re.sub(r"-?\d+\.\d+", "#", text), [float(x) for x in re.findall(r"-?\d+\.\d+", text)]
+
+
+def test_the_documentation_runs_and_prints_what_it_says(capsys):
+    names = {"__name__": "gradients"}
+    compared = 0
+    for kind, block in doc_blocks():
+        if kind == "python":
+            exec(compile(block, "docs/gradients.md", "exec"), names)
+            printed = capsys.readouterr().out
+            continue
+        (got, got_numbers), (told, numbers) = numbers_apart(printed), numbers_apart(block)
+        assert got == told and got_numbers == pytest.approx(numbers, rel=1e-3)
+        compared += 1
+    assert compared == 3
+    for mark in names["test_gradients"].pytestmark:
+        assert mark.name == "parametrize"
+    names["test_gradients"](torch.bfloat16, 3)
+    names["test_gradients"](torch.float32, 1)
+
+
+def test_the_documentation_lists_every_kind():
+    told = set(re.findall(r"\| `([a-z-]+)` \|", (ROOT / "docs/gradients.md").read_text()))
+    source = "".join(p.read_text() for p in (ROOT / "mtfunc/testing").glob("*.py"))
+    (line,) = re.findall(r"kind: what is wrong: (.*?)\.\n", source, re.S)
+    assert told == set(re.findall(r"``\"([a-z-]+)\"``", line))
