@@ -1,0 +1,1 @@
+"""Architectures from papers, each one complete file to copy: functions, parameters, a batch."""

@@ -1,0 +1,91 @@
+"""The transformer with an encoder and a decoder, for translation.
+
+Vaswani et al. (arXiv 1706.03762), sections 3.1 to 3.5: norms after the residual sum, and one
+embedding for source, target and logits. Padding (token 0) is masked in the source and not
+counted in the loss. Every decoder layer reads the encoder's last state. Shape suffixes:
+
+    B batch    S source tokens    T target tokens    D width    H heads    C head width
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+
+import mtfunc as mt
+
+
+def read_source(emb, carry, batch):
+    return embed(emb, batch["source"])
+
+
+def encode(p, x_BSD, batch):
+    keep_B11S = rearrange(batch["source"] != 0, "B S -> B 1 1 S")
+    x_BSD = norm(x_BSD + attention(p["own"], x_BSD, x_BSD, attn_mask=keep_B11S))
+    return norm(x_BSD + mlp(p, x_BSD))
+
+
+def read_target(emb, memory_BSD, batch):
+    return {"memory": memory_BSD, "x": embed(emb, batch["target"])}
+
+
+def decode(p, carry, batch):
+    memory_BSD, x_BTD = carry["memory"], carry["x"]
+    keep_B11S = rearrange(batch["source"] != 0, "B S -> B 1 1 S")
+    x_BTD = norm(x_BTD + attention(p["own"], x_BTD, x_BTD, is_causal=True))
+    x_BTD = norm(x_BTD + attention(p["cross"], x_BTD, memory_BSD, attn_mask=keep_B11S))
+    return {"memory": memory_BSD, "x": norm(x_BTD + mlp(p, x_BTD))}
+
+
+def loss(emb, carry, batch):
+    logits_BTV = carry["x"] @ emb["weight"].T
+    labels = batch["labels"].flatten()
+    total = F.cross_entropy(logits_BTV.flatten(0, 1), labels, ignore_index=0, reduction="sum")
+    return mt.Mean(total, (labels != 0).sum())
+
+
+def embed(emb, tokens_BT):
+    T, D = tokens_BT.shape[1], emb["weight"].shape[1]
+    turn = 10_000.0 ** (-torch.arange(0, D, 2, device=tokens_BT.device) / D)
+    angle = torch.arange(T, device=tokens_BT.device)[:, None] * turn
+    where = rearrange(torch.stack([angle.sin(), angle.cos()], -1), "T D two -> T (D two)")
+    return F.embedding(tokens_BT, emb["weight"]) * D**0.5 + where.to(emb["weight"].dtype)
+
+
+def attention(p, x_BTD, y_BSD, **mask):
+    q, k, v = (
+        rearrange(z @ p[name], "B T (H C) -> B H T C", H=2)
+        for name, z in (("q", x_BTD), ("k", y_BSD), ("v", y_BSD))
+    )
+    out = F.scaled_dot_product_attention(q, k, v, **mask)
+    return rearrange(out, "B H T C -> B T (H C)") @ p["out"]
+
+
+def mlp(p, x):
+    return F.relu(x @ p["up"]) @ p["down"]
+
+
+def norm(x):
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def make(D=16, V=29, depth=2):
+    keys = iter(mt.random.split(mt.random.key(0), 99))
+
+    def normal(*shape):
+        return mt.random.normal(next(keys), shape) * shape[0] ** -0.5
+
+    def layer(*kinds):
+        attentions = {kind: {n: normal(D, D) for n in ("q", "k", "v", "out")} for kind in kinds}
+        return attentions | {"up": normal(D, 2 * D), "down": normal(2 * D, D)}
+
+    params = {"embed": {"weight": normal(V, D)}}
+    params["encoder"] = [layer("own") for _ in range(depth)]
+    params["decoder"] = [layer("own", "cross") for _ in range(depth)]
+    program = mt.chain(
+        *(mt.stage(read_source, "embed"), mt.scan(encode, "encoder")),
+        *(mt.stage(read_target, "embed"), mt.scan(decode, "decoder")),
+        mt.stage(loss, "embed"),
+    )
+    source, text = mt.random.categorical(next(keys), torch.zeros(2, 2, 12, V - 1)) + 1
+    source[0, 7:], text[1, 9:] = 0, 0
+    return program, params, {"source": source, "target": text[:, :-1], "labels": text[:, 1:]}, None
