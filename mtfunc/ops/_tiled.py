@@ -207,7 +207,9 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         n_params, n_state, _ = plan.counts
-        saved = iter(ctx.saved_tensors)
+        # Under torch.func these are wrappers of a level that has ended; nested in one another they
+        # break functorch, and detach() takes one off.
+        saved = iter([x.detach() for x in ctx.saved_tensors])
         leaves = [
             ctx.statics[i] if i in ctx.statics else next(saved) for i in range(sum(plan.counts))
         ]

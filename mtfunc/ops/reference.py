@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -37,6 +36,3 @@ def linear_cross_entropy(
 def tile(fn: Any, size: int) -> Any:
     """:func:`mtfunc.ops.tile`, for an ``x`` and a ``y`` that are tensors."""
     return lambda params, x: torch.cat([fn(params, part) for part in x.split(size, 1)], 1)
-
-
-_ = F
