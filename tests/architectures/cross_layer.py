@@ -29,9 +29,7 @@ def borrower(p, carry, batch):
 
 def layer(p, x_BTD, k_BKTC, v_BKTC):
     q_BHTC = split(norm(x_BTD) @ p["q"], k_BKTC.shape[-1])
-    y_BHTC = F.scaled_dot_product_attention(
-        q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=True
-    )
+    y_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=True)
     x_BTD = x_BTD + rearrange(y_BHTC, "B H T C -> B T (H C)") @ p["out"]
     return x_BTD + F.silu(norm(x_BTD) @ p["up"]) @ p["down"]
 

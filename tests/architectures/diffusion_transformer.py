@@ -37,7 +37,8 @@ def block(p, carry, batch):
     modulation = (F.silu(carry["condition"]) @ p["modulation"])[:, None].chunk(6, -1)
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation
     x_BTD = x_BTD + gate * attention(p, norm(x_BTD) * (1 + scale) + shift)
-    x_BTD = x_BTD + mlp_gate * mlp(p, norm(x_BTD) * (1 + mlp_scale) + mlp_shift)
+    h_BTD = (norm(x_BTD) * (1 + mlp_scale) + mlp_shift) @ p["up"]
+    x_BTD = x_BTD + mlp_gate * (F.gelu(h_BTD, approximate="tanh") @ p["down"])
     return carry | {"x": x_BTD}
 
 
@@ -53,10 +54,6 @@ def attention(p, x_BTD):
     return rearrange(y_BHTC, "B H T C -> B T (H C)") @ p["project"]
 
 
-def mlp(p, x_BTD):
-    return F.gelu(x_BTD @ p["up"], approximate="tanh") @ p["down"]
-
-
 def norm(x):
     return F.layer_norm(x, x.shape[-1:])
 
@@ -69,12 +66,12 @@ def make(D=16, T=16, P=4, depth=2, classes=3, zero=0.02):
         return mt.random.normal(next(keys), shape) * shape[0] ** -0.5
 
     shapes = {"qkv": (D, 3 * D), "project": (D, D), "up": (D, 4 * D), "down": (4 * D, D)}
-    layers = [{name: normal(*shape) for name, shape in shapes.items()} for _ in range(depth)]
-    layers = [layer | {"modulation": zero * normal(D, 6 * D)} for layer in layers]
     first = {"time": (D, D), "class": (classes, D), "patch": (P, D), "position": (T, D)}
-    params = {"in": {name: normal(*shape) for name, shape in first.items()}, "layers": layers}
+    params = {"in": {name: normal(*shape) for name, shape in first.items()}}
+    layers = [{name: normal(*shape) for name, shape in shapes.items()} for _ in range(depth)]
+    params["layers"] = [p | {"modulation": zero * normal(D, 6 * D)} for p in layers]
     params["out"] = {"modulation": zero * normal(D, 2 * D), "out": normal(D, P)}
-    draw = mt.stage(noise, "in", rng=True, static={"patch": 2})
+    draw = mt.stage(noise, "in", rng=True, static={"patch": math.isqrt(P)})
     program = mt.chain(draw, mt.scan(block, "layers"), mt.stage(loss, "out"))
     batch = {"image": mt.random.normal(next(keys), (2, 8, 8)), "class": torch.tensor([0, 2])}
     return program, params, batch, mt.random.key(1)

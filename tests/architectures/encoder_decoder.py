@@ -14,54 +14,43 @@ from einops import rearrange
 import mtfunc as mt
 
 
-def read_source(emb, carry, batch):
-    return embed(emb, batch["source"])
+def embed(emb, memory_BSD, batch, *, side):
+    """The source begins the carry; the target joins the encoder's last state in it."""
+    T, D = batch[side].shape[1], emb["weight"].shape[1]
+    turn = 10_000.0 ** (-torch.arange(0, D, 2, device=batch[side].device) / D)
+    angle = torch.arange(T, device=batch[side].device)[:, None] * turn
+    where = rearrange(torch.stack([angle.sin(), angle.cos()], -1), "T D two -> T (D two)")
+    x_BTD = F.embedding(batch[side], emb["weight"]) * D**0.5 + where.to(emb["weight"].dtype)
+    return x_BTD if memory_BSD is None else (memory_BSD, x_BTD)
 
 
 def encode(p, x_BSD, batch):
-    keep_B11S = rearrange(batch["source"] != 0, "B S -> B 1 1 S")
-    x_BSD = norm(x_BSD + attention(p["own"], x_BSD, x_BSD, attn_mask=keep_B11S))
-    return norm(x_BSD + mlp(p, x_BSD))
-
-
-def read_target(emb, memory_BSD, batch):
-    return {"memory": memory_BSD, "x": embed(emb, batch["target"])}
+    x_BSD = norm(x_BSD + attention(p["own"], x_BSD, x_BSD, attn_mask=visible(batch)))
+    return norm(x_BSD + F.relu(x_BSD @ p["up"]) @ p["down"])
 
 
 def decode(p, carry, batch):
-    memory_BSD, x_BTD = carry["memory"], carry["x"]
-    keep_B11S = rearrange(batch["source"] != 0, "B S -> B 1 1 S")
+    memory_BSD, x_BTD = carry
     x_BTD = norm(x_BTD + attention(p["own"], x_BTD, x_BTD, is_causal=True))
-    x_BTD = norm(x_BTD + attention(p["cross"], x_BTD, memory_BSD, attn_mask=keep_B11S))
-    return {"memory": memory_BSD, "x": norm(x_BTD + mlp(p, x_BTD))}
+    x_BTD = norm(x_BTD + attention(p["cross"], x_BTD, memory_BSD, attn_mask=visible(batch)))
+    return memory_BSD, norm(x_BTD + F.relu(x_BTD @ p["up"]) @ p["down"])
 
 
 def loss(emb, carry, batch):
-    logits_BTV = carry["x"] @ emb["weight"].T
-    labels = batch["labels"].flatten()
+    logits_BTV, labels = carry[1] @ emb["weight"].T, batch["labels"].flatten()
     total = F.cross_entropy(logits_BTV.flatten(0, 1), labels, ignore_index=0, reduction="sum")
     return mt.Mean(total, (labels != 0).sum())
 
 
-def embed(emb, tokens_BT):
-    T, D = tokens_BT.shape[1], emb["weight"].shape[1]
-    turn = 10_000.0 ** (-torch.arange(0, D, 2, device=tokens_BT.device) / D)
-    angle = torch.arange(T, device=tokens_BT.device)[:, None] * turn
-    where = rearrange(torch.stack([angle.sin(), angle.cos()], -1), "T D two -> T (D two)")
-    return F.embedding(tokens_BT, emb["weight"]) * D**0.5 + where.to(emb["weight"].dtype)
+def visible(batch):
+    return rearrange(batch["source"] != 0, "B S -> B 1 1 S")
 
 
 def attention(p, x_BTD, y_BSD, **mask):
-    q, k, v = (
-        rearrange(z @ p[name], "B T (H C) -> B H T C", H=2)
-        for name, z in (("q", x_BTD), ("k", y_BSD), ("v", y_BSD))
-    )
+    given = zip((x_BTD, y_BSD, y_BSD), (p["q"], p["k"], p["v"]))
+    q, k, v = (rearrange(z @ weight, "B T (H C) -> B H T C", H=2) for z, weight in given)
     out = F.scaled_dot_product_attention(q, k, v, **mask)
     return rearrange(out, "B H T C -> B T (H C)") @ p["out"]
-
-
-def mlp(p, x):
-    return F.relu(x @ p["up"]) @ p["down"]
 
 
 def norm(x):
@@ -78,14 +67,11 @@ def make(D=16, V=29, depth=2):
         attentions = {kind: {n: normal(D, D) for n in ("q", "k", "v", "out")} for kind in kinds}
         return attentions | {"up": normal(D, 2 * D), "down": normal(2 * D, D)}
 
-    params = {"embed": {"weight": normal(V, D)}}
-    params["encoder"] = [layer("own") for _ in range(depth)]
+    params = {"embed": {"weight": normal(V, D)}, "encoder": [layer("own") for _ in range(depth)]}
     params["decoder"] = [layer("own", "cross") for _ in range(depth)]
-    program = mt.chain(
-        *(mt.stage(read_source, "embed"), mt.scan(encode, "encoder")),
-        *(mt.stage(read_target, "embed"), mt.scan(decode, "decoder")),
-        mt.stage(loss, "embed"),
-    )
+    encoder = mt.stage(embed, "embed", static={"side": "source"}), mt.scan(encode, "encoder")
+    decoder = mt.stage(embed, "embed", static={"side": "target"}), mt.scan(decode, "decoder")
+    program = mt.chain(*encoder, *decoder, mt.stage(loss, "embed"))
     source, text = mt.random.categorical(next(keys), torch.zeros(2, 2, 12, V - 1)) + 1
     source[0, 7:], text[1, 9:] = 0, 0
     return program, params, {"source": source, "target": text[:, :-1], "labels": text[:, 1:]}, None

@@ -15,7 +15,8 @@ import mtfunc as mt
 
 
 def embed(p, carry, batch, *, streams):
-    return repeat(F.embedding(batch["tokens"], p["weight"]), "B T D -> B T N D", N=streams)
+    x_BTD = F.embedding(batch["tokens"], p["weight"])
+    return repeat(x_BTD, "B T D -> B T N D", N=streams).contiguous()
 
 
 def hyper(p, x_BTND, batch, *, layer):

@@ -6,7 +6,7 @@ Dao and Gu (arXiv 2405.21060), equation 7 and section 6, for each head::
 
 ``b`` and ``c`` are shared by the heads. Shape suffixes:
 
-    B batch    T tokens    D width    H heads    C head width    S state    K chunks    N their tokens
+    B batch    T tokens    D width    H heads    C head width    S state    K chunks of N tokens
 """
 
 import torch
@@ -20,10 +20,10 @@ def embed(p, carry, batch):
     return F.embedding(batch["tokens"], p["weight"])
 
 
-def block(p, x_BTD, batch, *, heads, chunk):
+def block(p, x_BTD, batch, *, chunk):
     h_BTD = norm(x_BTD)
     u_BTE, b_BTS, c_BTS = (F.silu(conv(p[n + "_conv"], h_BTD @ p[n])) for n in "xbc")
-    u_BTHC = rearrange(u_BTE, "B T (H C) -> B T H C", H=heads)
+    u_BTHC = rearrange(u_BTE, "B T (H C) -> B T H C", H=len(p["a"]))
     step_BTH = F.softplus(h_BTD @ p["step"] + p["bias"])
     y_BTHC = scan(u_BTHC * step_BTH[..., None], -p["a"].exp() * step_BTH, b_BTS, c_BTS, chunk)
     y_BTE = rearrange(y_BTHC + p["skip"][:, None] * u_BTHC, "B T H C -> B T (H C)")
@@ -39,11 +39,10 @@ def scan(u_BTHC, log_a_BTH, b_BTS, c_BTS, chunk):
     scores = einsum(c, b, "B K N S, B K M S -> B K N M")[:, :, None] * decay
     left = (g[..., -1:] - g).exp()
     added = einsum(left, b, u, "B K H N, B K N S, B K H N C -> B K H S C")
-    state, before = torch.zeros_like(added[:, 0]), []
-    for k in range(added.shape[1]):
-        before.append(state)
-        state = g[:, k, :, -1, None, None].exp() * state + added[:, k]
-    past = einsum(c, torch.stack(before, 1), "B K N S, B K H S C -> B K H N C")
+    states = [torch.zeros_like(added[:, 0])]
+    for k in range(added.shape[1] - 1):
+        states.append(g[:, k, :, -1, None, None].exp() * states[-1] + added[:, k])
+    past = einsum(c, torch.stack(states, 1), "B K N S, B K H S C -> B K H N C")
     return rearrange(scores @ u + g.exp()[..., None] * past, "B K H N C -> B (K N) H C")
 
 
@@ -70,11 +69,11 @@ def make(D=16, E=32, H=4, S=6, V=29, depth=2, chunk=4):
         return mt.random.normal(next(keys), shape) * shape[0] ** -0.5
 
     shapes = {"x": (D, E), "b": (D, S), "c": (D, S), "gate": (D, E), "step": (D, H), "out": (E, D)}
-    shapes |= {"x_conv": (E, 1, 3), "b_conv": (S, 1, 3), "c_conv": (S, 1, 3)}
-    shapes |= {"a": (H,), "bias": (H,), "skip": (H,)}
+    shapes |= {"x_conv": (E, 1, 3), "b_conv": (S, 1, 3), "c_conv": (S, 1, 3), "a": (H,)}
+    shapes |= {"bias": (H,), "skip": (H,)}
     layers = [{name: normal(*shape) for name, shape in shapes.items()} for _ in range(depth)]
     params = {"embed": {"weight": normal(V, D)}, "layers": layers}
-    layers_scan = mt.scan(block, "layers", static={"heads": H, "chunk": chunk})
-    program = mt.chain(mt.stage(embed, "embed"), layers_scan, mt.stage(loss, "embed"))
+    repeated = mt.scan(block, "layers", static={"chunk": chunk})
+    program = mt.chain(mt.stage(embed, "embed"), repeated, mt.stage(loss, "embed"))
     text = mt.random.categorical(next(keys), torch.zeros(2, 13, V))
     return program, params, {"tokens": text[:, :-1], "labels": text[:, 1:]}, None

@@ -7,6 +7,9 @@ way up; each is saved once, however many stages it crosses. Shape suffixes:
     B batch    D channels    X rows    Y columns
 """
 
+import itertools
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce
@@ -46,19 +49,15 @@ def make(D=6, levels=2, size=8, classes=3):
     keys = iter(mt.random.split(mt.random.key(0), 99))
 
     def normal(*shape):
-        return mt.random.normal(next(keys), shape) * (2 / shape[1:].numel()) ** 0.5
+        return mt.random.normal(next(keys), shape) * (2 / math.prod(shape[1:])) ** 0.5
 
     def convolutions(inside, outside):
-        first, second = torch.Size([outside, inside, 3, 3]), torch.Size([outside, outside, 3, 3])
-        return {"first": normal(*first), "second": normal(*second)}
+        return {"first": normal(outside, inside, 3, 3), "second": normal(outside, outside, 3, 3)}
 
-    widths = [D * 2**i for i in range(levels + 1)]
+    pairs = list(itertools.pairwise(D * 2**i for i in range(levels + 1)))
     params = {"start": convolutions(1, D), "out": {"weight": normal(classes, D, 1, 1)}}
-    params["down"] = [convolutions(a, b) for a, b in zip(widths, widths[1:])]
-    params["up"] = [
-        convolutions(b, a) | {"expand": normal(b, a, 2, 2)}
-        for a, b in reversed(list(zip(widths, widths[1:])))
-    ]
+    params["down"] = [convolutions(a, b) for a, b in pairs]
+    params["up"] = [convolutions(b, a) | {"expand": normal(b, a, 2, 2)} for a, b in pairs[::-1]]
     program = mt.chain(
         mt.stage(start, "start"),
         *(mt.stage(down, f"down/{i}") for i in range(levels)),
