@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,3 +53,38 @@ def expect_positive(where: str, **numbers: float | None) -> None:
             raise ValueError(
                 f"mt.ops.{where}: {name} is {number}; expected a number above 0, or None"
             )
+
+
+def expect_tokens(leaves: dict[str, Any], dim: int, where: str) -> int:
+    """How many tokens the leaves of x have; raises ``ValueError`` where they differ."""
+    sizes = {}
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, Tensor) or leaf.ndim <= dim:
+            got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(
+                f"mt.ops.{where}: x at {path or 'the top'!r} has {got}; expected a tensor whose "
+                f"dim {dim} is the tokens. What has no tokens belongs in params"
+            )
+        sizes[path] = leaf.shape[dim]
+    if len(set(sizes.values())) != 1:
+        got = ", ".join(f"{path or 'the top'!r} {n}" for path, n in sizes.items()) or "nothing"
+        raise ValueError(
+            f"mt.ops.{where}: x has on dim {dim}, the tokens: {got}; expected one number. What has "
+            "no tokens belongs in params"
+        )
+    return next(iter(sizes.values()))
+
+
+def expect_tile(where: str, part: Any, dim: int, length: int) -> None:
+    """Raises ``ValueError`` unless a tile's function returned a plain tensor of its tokens."""
+    if not isinstance(part, Tensor) or part.ndim <= dim or part.shape[dim] != length:
+        got = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+        raise ValueError(
+            f"mt.ops.{where}: fn returned {got} for a tile of {length} tokens; expected dim "
+            f"{dim} to be the tokens. fn must act on each token alone, without sums over them"
+        )
+    if part.requires_grad:
+        raise ValueError(
+            f"mt.ops.{where}: fn closes over a tensor that requires grad, whose gradient "
+            "would be lost; pass it in params, or detach() it"
+        )

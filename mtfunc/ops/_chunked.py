@@ -18,12 +18,11 @@ def document_starts(where: str, segments: Tensor | None, like: Tensor, dim: int)
     The first token is false: it continues the state that is passed in.
     """
     shape = (like.shape[0], like.shape[dim])
-    starts = torch.zeros(shape, dtype=torch.bool, device=like.device)
-    if segments is not None:
-        expect_integers(where, "segments", segments)
-        expect_shape(where, "segments", segments, shape, "(batch, tokens)")
-        starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return starts
+    if segments is None:
+        return torch.zeros(shape, dtype=torch.bool, device=like.device)
+    expect_integers(where, "segments", segments)
+    expect_shape(where, "segments", segments, shape, "(batch, tokens)")
+    return torch.cat([torch.zeros_like(segments[:, :1]), segments.diff(dim=1)], 1) != 0
 
 
 def first_state(
@@ -53,8 +52,8 @@ def expect_heads(where: str, name: str, heads: int, of: int) -> None:
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """``(B, H, T, ...)`` as ``(B, H, chunks, size, ...)``, filled up with zeros."""
-    missing = -x.shape[2] % size
+    """``(B, H, T, ...)`` as ``(B, H, chunks, size, ...)``, filled up with zeros; at least one."""
+    missing = -x.shape[2] % size if x.shape[2] else size
     if missing:
         x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, missing))
     return x.unflatten(2, (-1, size))

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from mtfunc import _tree
 from mtfunc.ops import _residuals
-from mtfunc.ops._checks import wide
+from mtfunc.ops._checks import expect_tile, expect_tokens, wide
 
 TiledFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 """``fn(params, state, x) -> (state, y)``."""
@@ -30,8 +30,8 @@ def tile(fn: Callable[[Any, Any], Any], size: int) -> Callable[[Any, Any], Any]:
         def g(params, x):
             return torch.cat([fn(params, part) for part in x.split(size, dim=1)], dim=1)
 
-    and the backward pass runs ``fn`` again, one tile at a time. Gradients of parameters are
-    summed over tiles in float32 (float64 for float64) and rounded once. Where there are at most
+    and the backward pass runs ``fn`` again, one tile at a time. The tiles' gradients of a
+    parameter, in its dtype, are summed in float32 (float64 for float64). Where there are at most
     ``size`` tokens, ``fn`` is called as it is and nothing is recomputed.
 
     It works under ``torch.func.vjp`` and ``torch.autograd``, in stages, and inside itself. Its
@@ -70,7 +70,7 @@ def tile(fn: Callable[[Any, Any], Any], size: int) -> Callable[[Any, Any], Any]:
         return None, fn(params, x)
 
     def g(params: Any, x: Any) -> Any:
-        if _tokens(_tree.flatten(x)[0], dim=1, where="tile") <= size:
+        if expect_tokens(_tree.flatten(x)[0], dim=1, where="tile") <= size:
             return fn(params, x)
         return run_tiled(stateless, params, None, x, size=size, dim=1, where="tile")[1]
 
@@ -105,19 +105,18 @@ def run_tiled(
         The last state, and ``y``.
     """
     trees = [_tree.flatten(tree) for tree in (params, state, x)]
-    leaves = [leaf for found, _ in trees for leaf in found.values()]
     plan = _Plan(
         fn=fn,
         specs=tuple(spec for _, spec in trees),
         counts=tuple(len(found) for found, _ in trees),
-        tokens=_tokens(trees[2][0], dim, where),
+        tokens=expect_tokens(trees[2][0], dim, where),
         size=size,
         dim=dim,
         where=where,
-        keep=torch.is_grad_enabled()
-        and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves),
+        # Whether a leaf requires grad does not show where torch.func.vmap is around it.
+        keep=torch.is_grad_enabled(),
     )
-    outputs = _Tiled.apply(plan, *leaves)
+    outputs = _Tiled.apply(plan, *(leaf for found, _ in trees for leaf in found.values()))
     n_y, n_state = plan.n_y, plan.counts[1]
     y = _tree.unflatten(plan.y_spec, outputs[:n_y])
     return _tree.unflatten(trees[1][1], outputs[n_y : n_y + n_state]), y
@@ -163,19 +162,25 @@ class _Plan:
 
 
 class _Tiled(torch.autograd.Function):
-    """Returns the leaves of y, those of the last state, and the states before each tile."""
+    """Returns the leaves of y, those of the last state, and the states before each tile.
+
+    Under ``torch.func.vmap`` a tensor may be written into only where both are batched, so each
+    buffer is made like what is written into it first, and states are stacked.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(plan: _Plan, *leaves: Any) -> tuple[Tensor, ...]:
         n_params, n_state, _ = plan.counts
         state = list(leaves[n_params : n_params + n_state])
         tiles = plan.tiles()
-        befores = [x.new_empty((len(tiles) if plan.keep else 0, *x.shape)) for x in state]
+        befores: list[list[Tensor]] = [[] for _ in state]
         ys: list[Tensor] = []
-        for i, (start, length) in enumerate(tiles):
+        for start, length in tiles:
             for before, x in zip(befores, state):
                 if plan.keep:
-                    before[i] = x
+                    before.append(x)
             placed = plan.at(
                 [*leaves[:n_params], *state, *leaves[n_params + n_state :]], start, length
             )
@@ -183,12 +188,13 @@ class _Tiled(torch.autograd.Function):
             with torch.enable_grad():
                 state, parts = plan.apply([_detached(leaf) for leaf in placed])
             for part in parts:
-                _check_output(plan, part, length)
+                expect_tile(plan.where, part, plan.dim, length)
             if not ys:
                 ys = [_whole(part, plan) for part in parts]
             for y, part in zip(ys, parts):
                 y.narrow(plan.dim, start, length).copy_(part)
-        return (*ys, *state, *befores)
+        kept = [torch.stack(b) if b else x.new_empty(0, *x.shape) for b, x in zip(befores, state)]
+        return (*ys, *state, *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -221,11 +227,6 @@ class _Tiled(torch.autograd.Function):
         # The state takes part in every tile but its own gradient is wanted by none but the first.
         wanted = [i for i, need in enumerate(needed) if need or (i in state_at)]
         grads: list[Tensor | None] = [None] * len(leaves)
-        for i in wanted:
-            if i < n_params:
-                grads[i] = torch.zeros_like(leaves[i], dtype=wide(leaves[i].dtype))
-            elif i >= n_params + n_state:
-                grads[i] = torch.empty_like(leaves[i])
         for t, (start, length) in reversed(list(enumerate(plan.tiles()))):
             placed = plan.at(leaves, start, length)
             placed[n_params : n_params + n_state] = [before[t] for before in befores]
@@ -235,11 +236,15 @@ class _Tiled(torch.autograd.Function):
             found = _pull(plan, placed, wanted, [*state_ct, *cut])
             state_ct = [found[i] for i in state_at]
             for i in wanted:
-                total = grads[i]
-                if i < n_params and total is not None:
-                    total.add_(found[i])
-                elif i not in state_at and total is not None:
-                    total.narrow(plan.dim, start, length).copy_(found[i])
+                part, total = found[i], grads[i]
+                if i < n_params:
+                    # The first is copied, since a pullback may return a storage twice.
+                    grads[i] = (
+                        part.to(wide(part.dtype), copy=True) if total is None else total.add_(part)
+                    )
+                elif i not in state_at:
+                    total = grads[i] = _whole(part, plan) if total is None else total
+                    total.narrow(plan.dim, start, length).copy_(part)
         for i in wanted:
             total = grads[i]
             if i in state_at:
@@ -266,44 +271,11 @@ def _pull(
     given = [leaves[i] for i in wanted]
     if not roots:
         return {i: torch.zeros_like(leaf) for i, leaf in zip(wanted, given)}
-    _, vjp_fn = torch.func.vjp(of_wanted, *given)
-    # As is, vjp_fn would keep the graph and record a second one.
+    pulled: Any = torch.func.vjp(of_wanted, *given)
+    # As is, the pullback would keep the graph and record a second one.
     with torch.no_grad():
-        found = vjp_fn(tuple(cotangents[i] for i in roots), retain_graph=False)
+        found = pulled[1](tuple(cotangents[i] for i in roots), retain_graph=False)
     return dict(zip(wanted, found))
-
-
-def _tokens(leaves: dict[str, Any], dim: int, where: str) -> int:
-    sizes = {}
-    for path, leaf in leaves.items():
-        if not isinstance(leaf, Tensor) or leaf.ndim <= dim:
-            got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise ValueError(
-                f"mt.ops.{where}: x at {path or 'the top'!r} has {got}; expected a tensor whose "
-                f"dim {dim} is the tokens. What has no tokens belongs in params"
-            )
-        sizes[path] = leaf.shape[dim]
-    if len(set(sizes.values())) != 1:
-        got = ", ".join(f"{path or 'the top'!r} {n}" for path, n in sizes.items()) or "nothing"
-        raise ValueError(
-            f"mt.ops.{where}: x has on dim {dim}, the tokens: {got}; expected one number. What has "
-            "no tokens belongs in params"
-        )
-    return next(iter(sizes.values()))
-
-
-def _check_output(plan: _Plan, part: Any, length: int) -> None:
-    if not isinstance(part, Tensor) or part.ndim <= plan.dim or part.shape[plan.dim] != length:
-        got = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-        raise ValueError(
-            f"mt.ops.{plan.where}: fn returned {got} for a tile of {length} tokens; expected dim "
-            f"{plan.dim} to be the tokens. fn must act on each token alone, without sums over them"
-        )
-    if part.requires_grad:
-        raise ValueError(
-            f"mt.ops.{plan.where}: fn closes over a tensor that requires grad, whose gradient "
-            "would be lost; pass it in params, or detach() it"
-        )
 
 
 def _whole(part: Tensor, plan: _Plan) -> Tensor:

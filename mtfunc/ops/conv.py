@@ -20,9 +20,11 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    state: Tensor | None = None,
     segments: Tensor | None = None,
     activation: str | None = None,
-) -> Tensor:
+    return_state: bool = False,
+) -> Any:
     """Each channel's last ``width`` tokens of its document, weighted.
 
     ::
@@ -39,11 +41,15 @@ def causal_conv1d(
         x: ``(batch, tokens, channels)``.
         weight: ``(channels, width)``, of the same dtype.
         bias: ``(channels,)``, of the same dtype.
-        segments: ``(batch, tokens)`` integer document ids; a document begins where the id changes.
+        state: ``(batch, width - 1, channels)``, the tokens before the first, of the same dtype; by
+            default zeros, as if there were none.
+        segments: ``(batch, tokens)`` integer document ids. Where the id changes a document begins
+            that sees nothing before it; the first document continues ``state``.
         activation: ``None`` or ``"silu"``.
+        return_state: whether to return the last state too, with zeros for other documents' tokens.
 
     Returns:
-        ``(batch, tokens, channels)`` in the dtype of x.
+        ``(batch, tokens, channels)`` in the dtype of x, or that and the last state.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or options are not as above.
@@ -55,7 +61,7 @@ def causal_conv1d(
         tensor([1., 2., 3., 3., 3.])
     """
     where = "causal_conv1d"
-    expect_floating(where, x=x, weight=weight, bias=bias)
+    expect_floating(where, x=x, weight=weight, bias=bias, state=state)
     expect_ndim(where, "x", x, 3, "(batch, tokens, channels)")
     expect_ndim(where, "weight", weight, 2, "(channels, width)")
     batch, tokens, channels = x.shape
@@ -65,16 +71,34 @@ def causal_conv1d(
         expect_shape(where, "bias", bias, (channels,), "(channels,)")
     if activation not in (None, "silu"):
         raise ValueError(f"mt.ops.{where}: activation {activation!r}; expected None or 'silu'")
-    index = torch.arange(tokens, device=x.device)
-    starts = torch.where(document_starts(where, segments, x, 1), index, 0)
-    age = index - starts.cummax(1).values
-    before = x.new_zeros(batch, width - 1, channels)
+    past = width - 1
+    if state is None:
+        state = x.new_zeros(batch, past, channels)
+    expect_shape(where, "state", state, (batch, past, channels), "(batch, width - 1, channels)")
+    age = _age(document_starts(where, segments, x, 1), past)
     params = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
     def tile(params: Any, before: Tensor, x: Any) -> tuple[Tensor, Tensor]:
         return _tile(params, before, x, activation)
 
-    return run_tiled(tile, params, before, {"x": x, "age": age}, size=_TILE, dim=1, where=where)[1]
+    given = {"x": x, "age": age}
+    last, out = run_tiled(tile, params, state, given, size=_TILE, dim=1, where=where)
+    if not return_state:
+        return out
+    if tokens:
+        back = torch.arange(past - 1, -1, -1, device=x.device)
+        last = last.masked_fill((age[:, -1:] < back)[..., None], 0)
+    return out, last
+
+
+def _age(starts: Tensor, past: int) -> Tensor:
+    """``(batch, tokens)``: how many tokens, at least up to ``past``, precede one in its document.
+
+    The first document goes on before the first token, into the state.
+    """
+    index = torch.arange(starts.shape[1], device=starts.device)
+    first = torch.where(starts, index, -past)
+    return index - (first.cummax(1).values if starts.shape[1] else first)
 
 
 def _tile(

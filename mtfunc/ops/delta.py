@@ -76,9 +76,9 @@ def gated_delta_rule(
     """
     where = "gated_delta_rule"
     expect_floating(where, q=q, k=k, v=v)
-    for name, x in (("g", g), ("beta", beta), ("state", state)):
-        if x is not None:
-            expect_floating(where, **{name: x})
+    for name, given in (("g", g), ("beta", beta), ("state", state)):
+        if given is not None:
+            expect_floating(where, **{name: given})
     expect_ndim(where, "q", q, 4, "(batch, key_heads, tokens, key_dim)")
     expect_ndim(where, "v", v, 4, "(batch, heads, tokens, value_dim)")
     expect_shape(where, "k", k, tuple(q.shape), "as q")

@@ -195,11 +195,9 @@ def _pull_logits(
 ) -> Tensor:
     """The cotangent of one tile of ``x @ weight.T``, in the dtype of ``x``."""
     logits = _logits(x, weight, options)
-    capped = logits if options.softcap else None
     vocabulary, smoothing = weight.shape[0], options.smoothing
     # Where logits are capped, they are still needed; otherwise their memory is reused.
     pulled = logits - lse[:, None] if options.softcap else logits.sub_(lse[:, None])
-    del logits
     scale = cotangent
     if options.z_loss:
         scale = cotangent * (1 + 2 * options.z_loss * lse)
@@ -208,9 +206,9 @@ def _pull_logits(
         pulled.sub_((cotangent * (smoothing / vocabulary))[:, None])
     at = labels.clamp(0, vocabulary - 1)[:, None]
     pulled.scatter_add_(1, at, (cotangent * (smoothing - 1))[:, None])
-    if capped is not None:
-        pulled.mul_(capped.div_(options.softcap).square_().neg_().add_(1))
-        del capped
+    if options.softcap:
+        pulled.mul_(logits.div_(options.softcap).square_().neg_().add_(1))
+    del logits  # before the copy below in another dtype
     pulled.masked_fill_((labels == options.ignore_index)[:, None], 0)
     return pulled.to(x.dtype)
 

@@ -97,10 +97,10 @@ def ssd(
         return _tile(params, state, x, size)
 
     starts = document_starts(where, segments, x, 2)[:, None]
-    given = {"x": x, "dt": dt, "B": B, "C": C, "starts": starts}
+    inputs = {"x": x, "dt": dt, "B": B, "C": C, "starts": starts}
     params = {"A": A} if D is None else {"A": A, "D": D}
     tile_size = size * CHUNKS_IN_TILE
-    last, out = run_tiled(tile, params, state, given, size=tile_size, dim=2, where=where)
+    last, out = run_tiled(tile, params, state, inputs, size=tile_size, dim=2, where=where)
     return (out, last) if return_state else out
 
 
