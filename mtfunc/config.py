@@ -19,6 +19,10 @@ class StreamConfig:
         carries: where the carries that the backward pass needs are kept: ``"device"``,
             ``"host"`` (device memory then does not grow with depth), or ``"auto"``, which is
             ``"device"``.
+        residuals: what of the forward pass the backward pass finds ready. ``"recompute"``: only
+            carries, and every stage is run again. A number of bytes: the pullbacks of the last
+            stages are kept, as many as hold no more than that, with the parameters that they
+            read; those stages then are loaded once and run forward once.
 
     Raises:
         ValueError: a value out of range.
@@ -32,6 +36,7 @@ class StreamConfig:
     slots: int = 2
     grad_slots: int = 2
     carries: str = "auto"
+    residuals: str | int = "recompute"
 
     def __post_init__(self) -> None:
         for name in ("slots", "grad_slots"):
@@ -41,4 +46,10 @@ class StreamConfig:
         if self.carries not in ("device", "host", "auto"):
             raise ValueError(
                 f"StreamConfig: carries is {self.carries!r}; expected 'device', 'host' or 'auto'"
+            )
+        count = isinstance(self.residuals, int) and not isinstance(self.residuals, bool)
+        if self.residuals != "recompute" and not (count and int(self.residuals) >= 0):
+            raise ValueError(
+                f"StreamConfig: residuals is {self.residuals!r}; expected 'recompute' or a whole "
+                "number of bytes"
             )

@@ -17,6 +17,8 @@ from mtfunc.backends import Backend, check_device, open_backend
 from mtfunc.config import StreamConfig
 from mtfunc.host.units import units
 from mtfunc.program import Program, collect_aux
+from mtfunc.pullback import Wanted
+from mtfunc.residuals import residual_bytes
 from mtfunc.run import Step, run
 from mtfunc.schedule import Schedule, plan_step
 from mtfunc.schedule.operation import Lowered
@@ -120,6 +122,10 @@ class Engine:
         avals, _ = self._avals(params)
         tracer = Tracer(params, lambda path: avals[path].active, key)
         traced = [tracer.program(stages, batch, self.loss) for batch in batches]
+
+        def cost(stage: int, m: int, wanted: Wanted) -> int | None:
+            return residual_bytes(traced[m][stage], batches[m], key, m, wanted)
+
         return plan_step(
             traced,
             units(params),
@@ -128,6 +134,7 @@ class Engine:
             self.config,
             mode=self.mode,
             unified=open_backend(self.device).unified,
+            cost=cost,
         )
 
     def _avals(self, params: Params) -> tuple[dict[Path, Aval], _tree.Spec]:

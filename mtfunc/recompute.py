@@ -78,22 +78,22 @@ def pullback(
 
     if sum(leaf.numel() for leaf in inputs) < LEARN:
         return run()
-    if wanted not in traced.unread:
+    if ("unread", wanted) not in traced.learnt:
         found = run()
         try:
-            traced.unread[wanted] = _learn(run, _digest(found))
+            traced.learnt["unread", wanted] = _learn(run, _digest(found))
         except Exception:
             # Watching is optional: some tensors have no storage, some code refuses to be watched.
-            traced.unread[wanted] = NOTHING
+            traced.learnt["unread", wanted] = NOTHING
         return found
-    unread = traced.unread[wanted]
+    unread = traced.learnt["unread", wanted]
     if not unread.skip:
         return run()
     try:
         return run(_Skip(unread))
     except Exception:
         # It went another way than before: compute all of it. An error of its own comes again.
-        traced.unread[wanted] = NOTHING
+        traced.learnt["unread", wanted] = NOTHING
         return run()
 
 

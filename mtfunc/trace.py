@@ -110,7 +110,8 @@ class Traced:
         aux_spec: the structure of the aux value.
         aux: the abstract values of its leaves.
         connect: which active inputs the given fresh outputs depend on.
-        unread: what :mod:`mtfunc.recompute` learnt, shared by stages with one trace.
+        learnt: what :mod:`mtfunc.recompute` and :mod:`mtfunc.residuals` learnt by running it,
+            shared by stages with one trace.
     """
 
     stage: Stage
@@ -124,7 +125,7 @@ class Traced:
     aux_spec: _tree.Spec = _tree.NONE
     aux: tuple[Aval, ...] = ()
     connect: Callable[[tuple[int, ...]], tuple[int, ...]] = field(default=lambda outputs: ())
-    unread: dict[Any, Any] = field(default_factory=dict)
+    learnt: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def n_params(self) -> int:

@@ -195,6 +195,9 @@ def markdown(
         "",
         f"{result.check}.",
         "",
+        f"The streamed arm may keep {setup['residuals'] / 1e6:,.0f} MB of its last layers' forward "
+        "pass (`StreamConfig(residuals=)`, the script's `--residuals`).",
+        "",
         f"- **{head[1]}**: median over rounds of the seconds of `{rows[0]['arm']}` divided by "
         "those of this arm in the same round, with a 95% bootstrap interval of that median. "
         f"Wider than {WIDEST:g}, or from fewer than {FEWEST} rounds, is *not measured*.",

@@ -90,7 +90,8 @@ def _streamed(program: mt.Program, params: Any, setup: dict[str, Any]) -> Built:
         rule["lr"], b1=rule["b1"], b2=rule["b2"], eps=rule["eps"], weight_decay=rule["decay"]
     )
     state = mt.init(program, params, adamw)
-    train = mt.train_step(program, adamw, device="cpu")
+    config = mt.StreamConfig(residuals=setup["residuals"])
+    train = mt.train_step(program, adamw, device="cpu", config=config)
     for leaf in flatten({"params": state.params, "moments": state.opt_state}).values():
         if leaf is not None:
             leaf.add_(0)  # memory that was only promised would be charged to the first step

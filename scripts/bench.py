@@ -3,7 +3,8 @@
 Five ways to train one Llama from the same parameters on the same batches, each in a process of
 its own, all pinned to the same cores:
 
-    streamed    mtfunc: one layer's vector-Jacobian product at a time, updated at once
+    streamed    mtfunc: one layer's vector-Jacobian product at a time, updated at once; the last
+                layers' are kept instead of computed again, within --residuals bytes
     checkpoint  torch.utils.checkpoint around each layer, then fused AdamW
     hooked      the same, each parameter updated by a hook as soon as its gradient is there
     plain       plain autograd, which keeps every activation, then fused AdamW
@@ -48,6 +49,8 @@ from scripts._bench_report import Machine, Result, compare, depth_table, markdow
 from scripts._bench_torch import flatten
 
 ARMS = ("streamed", "checkpoint", "hooked", "plain", "jax")
+RESIDUALS = 200_000_000
+"""Bytes: three of the twelve layers, which leaves the streamed arm below the hooked one."""
 WARM_UP = 3
 TOLERANCE = 1e-5
 """Of the loss, relative: float32 sums in another order, through three steps of Adam."""
@@ -129,6 +132,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", **count, help="rows a step (2)")
     add("--context", **count, help="tokens a row (512)")
     add("--depths", type=depths, metavar="6,12,24", help="transient memory by depth, nothing else")
+    add(
+        "--residuals",
+        type=_flags.whole,
+        metavar="BYTES",
+        default=RESIDUALS,
+        help=f"what the streamed arm may keep of its forward pass ({RESIDUALS:,})",
+    )
     add("--seed", type=_flags.seed, default=0, metavar="N", help="of weights, data and order (0)")
     add("--json", type=Path, metavar="FILE", help="every step and the summary as JSON lines")
     add("--markdown", type=Path, metavar="FILE", help="the results as a page of the docs")
@@ -205,6 +215,7 @@ def setup_of(
         "threads": args.threads,
         "cpus": sorted(cores)[: args.threads],
         "adamw": ADAMW,
+        "residuals": args.residuals,
     }
 
 
@@ -284,7 +295,10 @@ def measure(args: argparse.Namespace) -> Result:
         say("counting floating-point operations …")
         flops = {c.arm: c.ask("flops", WARM_UP + args.rounds)["flops"] for c in children}
     return Result(
-        setup={k: setup[k] for k in ("config", "size", "batch", "context", "threads", "seed")},
+        setup={
+            k: setup[k]
+            for k in ("config", "size", "batch", "context", "threads", "seed", "residuals")
+        },
         machine=machine,
         check=check,
         ready={child.arm: child.ready for child in children},

@@ -9,7 +9,7 @@ from functools import cached_property
 from mtfunc._base import Batch, Path
 from mtfunc.config import StreamConfig
 from mtfunc.schedule import order
-from mtfunc.schedule.build import Builder, Results
+from mtfunc.schedule.build import Builder, Cost, Results
 from mtfunc.schedule.operation import Buffer, Lowered, Operation
 from mtfunc.schedule.order import Hazard
 from mtfunc.schedule.place import place
@@ -29,6 +29,7 @@ class Schedule:
         results: the names of what the step leaves to its caller.
         traced: the stages of each micro-batch, ``traced[micro][stage]``.
         unified: whether the host is the device, so that nothing is copied between them.
+        residuals: bytes that kept pullbacks hold, beside the planned arenas.
     """
 
     operations: tuple[Operation, ...]
@@ -37,6 +38,7 @@ class Schedule:
     results: Results
     traced: Sequence[Sequence[Traced]] = field(repr=False)
     unified: bool = False
+    residuals: int = 0
 
     @cached_property
     def edges(self) -> list[tuple[int, int]]:
@@ -77,12 +79,14 @@ class Schedule:
         for op in self.operations:
             moved = [sum(b.nbytes for bs in r.values() for b in bs) for r in (op.reads, op.writes)]
             micro = "" if op.micro is None else op.micro
-            row = (op.index, op.stream, f"{op.kind} {op.label}", micro)
+            kept = ", kept" if op.keep else ""
+            row = (op.index, op.stream, f"{op.kind} {op.label}{kept}", micro)
             rows.append([*map(str, row), *map(_bytes, moved), " ".join(waits[op.index])])
         widths = [max(len(row[i]) for row in rows) for i in range(7)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
         arenas = ", ".join(f"{name} {_bytes(size)}" for name, size in self.sizes.items())
-        return "\n".join([*lines, f"arenas: {arenas or 'none'}; * of the step before"])
+        kept = f"; residuals {_bytes(self.residuals)}" if self.residuals else ""
+        return "\n".join([*lines, f"arenas: {arenas or 'none'}{kept}; * of the step before"])
 
 
 def _bytes(count: float) -> str:
@@ -102,11 +106,12 @@ def plan_step(
     *,
     mode: str,
     unified: bool,
+    cost: Cost,
 ) -> Schedule:
     """The schedule of one step; arguments as :class:`mtfunc.schedule.build.Builder` takes them."""
-    built = Builder(traced, units, params, batches, config, mode=mode, unified=unified)
+    built = Builder(traced, units, params, batches, config, mode=mode, unified=unified, cost=cost)
     results = built.results
     keep = {name for names in (*results.carry, *results.aux.values()) for name in names}
     keep |= {*results.grads.values(), *results.loss}
     placed = place(built.drafts, built.values, keep, built.visit_ends)
-    return Schedule(*placed, results, traced, unified)
+    return Schedule(*placed, results, traced, unified, built.residuals)

@@ -8,7 +8,7 @@ operation names its buffers, so nothing is said here about waiting, and little a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from mtfunc import _tree
 from mtfunc._base import Batch, Path
 from mtfunc.config import StreamConfig
 from mtfunc.loss import Mean
+from mtfunc.pullback import Wanted
 from mtfunc.schedule.flow import Flow, flow
 from mtfunc.schedule.place import Draft, Value
 from mtfunc.trace import Aval, Traced
@@ -45,6 +46,10 @@ class Results(NamedTuple):
     """The loss, unless forward only."""
 
 
+Cost = Callable[[int, int, Wanted], int | None]
+"""Bytes that the pullback of a stage and micro-batch holds, where they are known."""
+
+
 class Builder:
     """Emits the operations of one step as drafts.
 
@@ -57,6 +62,7 @@ class Builder:
         mode: ``"forward"``, ``"grad"`` (gradients go to the caller) or ``"train"`` (each unit is
             updated as soon as its gradient is complete).
         unified: whether the host is the device, so that nothing is copied between them.
+        cost: what keeping a pullback would take.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Builder:
         *,
         mode: str,
         unified: bool,
+        cost: Cost,
     ):
         assert mode in MODES, mode
         self.traced, self.units, self.params = traced, units, params
@@ -89,6 +96,7 @@ class Builder:
         """Parameters whose gradient is final."""
         self.slots: dict[tuple[Path, int], str] = {}
         """The device name of a parameter leaf during a visit."""
+        self.kept, self.residuals = self._plan_kept(cost)
         self._declare_params()
         self.batches = [self._declare_batch(m, batch) for m, batch in enumerate(batches)]
         self.loads = {} if unified else self._plan_loads()
@@ -132,6 +140,31 @@ class Builder:
             self._copy("load", "h2d", "batch", names.values(), there.values(), micro=m)
         return there
 
+    def _plan_kept(self, cost: Cost) -> tuple[dict[int, tuple[int, int]], int]:
+        """The stages whose pullbacks are kept, each from which visit to which; what they hold.
+
+        A last stage with one micro-batch is pulled back at once, so keeping takes no more memory.
+        """
+        forward, kept, held = {v.stage: v.number for v in self.visits if not v.backward}, {}, 0
+        budget = self.config.residuals if isinstance(self.config.residuals, int) else 0
+        for visit in self.visits:
+            if not visit.backward:
+                continue
+            sites = [(m, self.flow.wanted.get((visit.stage, m))) for m in self.micros]
+            if visit.stage == self.last and len(sites) == 1:
+                need: int | None = 0
+            elif held < budget:
+                found = [cost(visit.stage, m, wanted) for m, wanted in sites if wanted]
+                paths = () if self.unified else self.traced[0][visit.stage].binding.paths
+                stay = sum(self.params[path].nbytes for path in paths)
+                need = None if None in found else stay + sum(n for n in found if n is not None)
+            else:
+                need = None
+            if need is not None and held + need <= budget:
+                kept[visit.stage] = (forward[visit.stage], visit.number)
+                held += need
+        return kept, held
+
     def _plan_loads(self) -> dict[int, list[tuple[int, str, list[Path]]]]:
         """The loads to issue at the start of each visit: for which visit, the unit, the leaves.
 
@@ -151,7 +184,11 @@ class Builder:
             for numbers, group in groups.items():
                 first = -1
                 for before, number in zip((-1, *numbers), numbers):
-                    if first < 0 or number - before > near:
+                    stays = any(
+                        start <= before and number <= stop and {start, stop} <= {*numbers}
+                        for start, stop in self.kept.values()
+                    )
+                    if first < 0 or (number - before > near and not stays):
                         first = number
                         loads[max(0, number - self.config.slots + 1)].append((number, unit, group))
                     for path in group:
@@ -168,6 +205,7 @@ class Builder:
         """
         if self.unified or self.config.carries != "host":
             return set(), {}
+        stay = {name for m in self.micros for s in self.kept for name in self.flow.takes[s, m]}
         used: dict[str, int] = {}
         again: dict[str, int] = {}
         saved: set[str] = set()
@@ -182,7 +220,7 @@ class Builder:
                         used[name] = visit.number
                     elif name not in again:
                         again[name] = visit.number
-                        if visit.number - used[name] > 1:
+                        if visit.number - used[name] > 1 and name not in stay:
                             saved.add(name)
                             fetches[visit.number * count + m - 1].append(name)
         return saved, fetches
@@ -234,7 +272,7 @@ class Builder:
             self._value(f"aux/{stage.stage.name}.{k}#{m}", "aux", aval)
             for k, aval in enumerate(stage.aux)
         ]
-        keep = stage.final and len(self.micros) == 1 and (visit.stage, m) in self.flow.wanted
+        keep = visit.stage in self.kept and (visit.stage, m) in self.flow.wanted
         self.drafts.append(
             Draft(
                 "forward",
@@ -325,7 +363,7 @@ class Builder:
                     "sums": [cotangent(i) for i in wanted.running],
                 },
                 writes={"results": [cotangent(i) for i in wanted.inputs]},
-                keep=stage.final and len(self.micros) == 1,
+                keep=visit.stage in self.kept,
                 wanted=wanted,
             )
         )
