@@ -1,8 +1,8 @@
 """Diffusion transformer: layers whose scale, shift and gate are told by the time and the class.
 
 Peebles and Xie (arXiv 2212.09748), adaLN-Zero of figure 3, trained to predict the noise with the
-cosine schedule of Nichol and Dhariwal (arXiv 2102.09672). Time and noise are drawn from the key,
-so the pass that computes a stage again draws the same. Shape suffixes:
+cosine schedule of Nichol and Dhariwal (arXiv 2102.09672) without its offset. Time and noise are
+drawn from the key, so that recomputation draws the same. Shape suffixes:
 
     B batch    T patches    D width    P pixels of a patch    H heads    C head width
 """

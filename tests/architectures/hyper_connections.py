@@ -2,7 +2,7 @@
 
 Zhu et al. (arXiv 2409.19606), dynamic form, equations 1, 2 and 10 to 13. A layer reads a mixture
 of the streams, the streams are mixed among themselves, and each takes a share of the layer's
-output. With the initial values here a network is the plain pre-norm one. Shape suffixes:
+output. With both scales at 0 a network begins as the plain pre-norm one. Shape suffixes:
 
     B batch    T tokens    D width    N streams    H heads    C head width    V vocabulary
 """
