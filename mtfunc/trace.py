@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -44,6 +45,13 @@ class Aval(NamedTuple):
             return 0
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride))
         return (last + 1) * self.dtype.itemsize
+
+    def dense(self) -> Aval:
+        """The same with memory of its own for each element, as gradients have it."""
+        if self.nbytes >= math.prod(self.shape) * self.dtype.itemsize:
+            return self
+        stride = torch.empty(self.shape, device="meta").stride()
+        return self._replace(stride=stride)
 
     def meta(self) -> Tensor:
         """A meta tensor of this shape, dtype and layout."""

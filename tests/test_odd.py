@@ -569,3 +569,32 @@ def test_two_threads_share_one_function():
         found = list(pool.map(lambda i: f(params, batches[i % 8]), range(64)))
     for i, got in enumerate(found):
         assert_same(list(got), list(expected[i % 8]), str(i))
+
+
+def gapped():
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1))[:, ::2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.ones(1, 3).expand(400, 3), torch.ones(()).expand(30), gapped(), gapped().T],
+    ids=["rows", "scalar", "gaps", "transposed"],
+)
+def test_a_parameter_whose_elements_share_memory(device, leaf):
+    """Its gradient has an element of its own for each, and overwrites no other buffer."""
+
+    def scale(p, x, batch):
+        return {"x": batch * p["w"], "p": p["b"].expand(batch.shape)}
+
+    def loss(p, x, batch):
+        return (x["x"] * x["p"]).sum() * p["w"].sum()
+
+    program = mt.chain(mt.stage(scale, "a"), mt.stage(loss, "a"))
+    params = {"a": {"w": leaf, "b": torch.ones(1).expand(leaf.shape[-1])}}
+    batch = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(0))
+    expected = mt.reference.value_and_grad(program)(params, batch)
+    assert_same(mt.value_and_grad(program, device=device)(params, batch), expected)
+    micros = [batch, batch * 2]
+    expected = mt.reference.value_and_grad(program)(params, micros)
+    assert_same(mt.value_and_grad(program, device=device)(params, micros), expected)

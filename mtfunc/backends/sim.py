@@ -124,6 +124,8 @@ class Sim:
         stride = tensor.stride()
         if _extent(tensor.shape, stride) * tensor.element_size() > buffer.nbytes:
             stride = torch.empty(tensor.shape, device="meta").stride()
+        nbytes = _extent(tensor.shape, stride) * tensor.element_size()
+        assert nbytes <= buffer.nbytes, f"{buffer.name} takes {buffer.nbytes} bytes, given {nbytes}"
         self.layouts[buffer.name] = (tuple(tensor.shape), stride, tensor.dtype)
 
     def _view(self, buffer: Buffer) -> Tensor:

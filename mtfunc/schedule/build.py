@@ -335,7 +335,7 @@ class Builder:
 
     def _cotangent(self, name: str) -> str:
         cotangent = f"cotangent/{name.removeprefix('carry/')}"
-        return self._value(cotangent, "cotangents", self.flow.avals[name])
+        return self._value(cotangent, "cotangents", self.flow.avals[name].dense())
 
     def _pullback(self, visit: Visit, m: int) -> None:
         wanted = self.flow.wanted.get((visit.stage, m))
@@ -372,7 +372,8 @@ class Builder:
         stages = self.flow.writers.get(path, [-1])
         block = f"grads/{self.unit_of[path]}:{stages[0]}-{stages[-1]}"
         lag = 0 if self.unified else self.config.grad_slots - 1
-        return self._value(f"grads/{path}", "gradients", self.params[path], block=block, lag=lag)
+        aval = self.params[path].dense()
+        return self._value(f"grads/{path}", "gradients", aval, block=block, lag=lag)
 
     # Handing over
 
@@ -394,7 +395,7 @@ class Builder:
                     self._value(
                         f"staged/{path}",
                         "gradients",
-                        self.params[path],
+                        self.values[name].aval,
                         "host",
                         self.values[name].block.replace("grads/", "staged/", 1),
                         lag=self.config.grad_slots - 1,
