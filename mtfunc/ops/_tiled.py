@@ -7,7 +7,7 @@ carries a state from tile to tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,7 +124,10 @@ def run_tiled(
 
 @dataclass(eq=False, kw_only=True)
 class _Plan:
-    """What is not a tensor; ``y_spec`` is known once the first tile has run."""
+    """What is not a tensor; ``y_spec`` is known once the first tile has run.
+
+    ``mapped`` is the plan of one example and the axes of examples, under ``torch.func.vmap``.
+    """
 
     fn: TiledFn
     specs: tuple[_tree.Spec, ...]
@@ -134,6 +137,7 @@ class _Plan:
     dim: int
     where: str
     keep: bool
+    mapped: tuple[_Plan, tuple[int | None, ...]] | None = None
     y_spec: _tree.Spec = _tree.NONE
 
     @property
@@ -153,6 +157,9 @@ class _Plan:
 
     def apply(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Runs the function on one tile: leaves of the state and of y."""
+        if self.mapped is not None:
+            plan, in_dims = self.mapped
+            return torch.func.vmap(lambda *of_one: plan.apply(of_one), in_dims=in_dims)(*leaves)
         rest = iter(leaves)
         params, state, x = (_tree.unflatten(spec, rest) for spec in self.specs)
         with _residuals.off():
@@ -164,11 +171,9 @@ class _Plan:
 class _Tiled(torch.autograd.Function):
     """Returns the leaves of y, those of the last state, and the states before each tile.
 
-    Under ``torch.func.vmap`` a tensor may be written into only where both are batched, so each
-    buffer is made like what is written into it first, and states are stacked.
+    Where ``torch.func.vmap`` is around the backward pass, a tensor may be written into only if it
+    is batched as what is written, so each buffer is made like what comes first.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(plan: _Plan, *leaves: Any) -> tuple[Tensor, ...]:
@@ -207,6 +212,25 @@ class _Tiled(torch.autograd.Function):
         ctx.plan = plan
         ctx.statics = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
         ctx.save_for_backward(*(x for x in leaves if isinstance(x, Tensor)), *befores)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], plan: _Plan, *leaves: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        # With the rule that torch generates, cotangents of outputs that are the same for every
+        # example are counted once for each. Here all outputs are batched.
+        n_params, n_state, _ = plan.counts
+        placed, inner = [], []
+        for i, (leaf, dim) in enumerate(zip(leaves, in_dims[1:])):
+            if dim is not None:
+                leaf = leaf.movedim(dim, 0)
+            elif i >= n_params:
+                leaf = leaf.expand(info.batch_size, *leaf.shape)
+            placed.append(leaf)
+            inner.append(None if dim is None and i < n_params else 0)
+        whole = replace(plan, dim=plan.dim + 1, mapped=(plan, tuple(inner)))
+        outputs = _Tiled.apply(whole, *placed)
+        return outputs, (*(0 for _ in outputs[n_state:]), *(1 for _ in range(n_state)))
 
     @staticmethod
     @once_differentiable

@@ -107,10 +107,11 @@ def _tile(
     """The last ``width - 1`` tokens and a tile's outputs."""
     past, tokens = before.shape[1], x["x"].shape[1]
     seen = torch.cat([before, x["x"]], 1)
-    weight = params["weight"].to(wide(seen.dtype))
-    out = x["x"] * weight[:, past]
+    wider = seen.to(wide(seen.dtype))
+    weight = params["weight"].to(wider.dtype)
+    out = wider.narrow(1, past, tokens) * weight[:, past]
     for j in range(1, past + 1):
-        near = seen.narrow(1, past - j, tokens).masked_fill((x["age"] < j)[..., None], 0)
+        near = wider.narrow(1, past - j, tokens).masked_fill((x["age"] < j)[..., None], 0)
         out = out + near * weight[:, past - j]
     if "bias" in params:
         out = out + params["bias"].to(out.dtype)

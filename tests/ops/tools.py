@@ -74,6 +74,19 @@ class Alive(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                 self.largest = max(self.largest, storage.nbytes())
-        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        self.peak = max(self.peak, self.now())
         return out
+
+    def now(self):
+        """Bytes alive at this moment."""
+        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+
+def near(got, expected, tolerance):
+    """Outputs and gradients agree relative to each tensor's largest entry."""
+    for i, (a, b) in enumerate(zip(tree_leaves(got), tree_leaves(expected), strict=True)):
+        assert a.isfinite().all() and a.shape == b.shape, i
+        if a.numel():
+            off = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)
+            assert off <= tolerance, f"{i}: off by {off:.2e} of its largest entry"
