@@ -118,7 +118,7 @@ class Engine:
 
     def plan(self, params: Params, batches: Sequence[Batch], key: Key | None) -> Schedule:
         """The schedule for these shapes; nothing is allocated."""
-        stages = self.program.stages(params, partial=not self.loss)
+        stages = self.program.stages(params, partial=self.mode == "forward")
         avals, _ = self._avals(params)
         tracer = Tracer(params, lambda path: avals[path].active, key)
         traced = [tracer.program(stages, batch, self.loss) for batch in batches]
@@ -139,11 +139,7 @@ class Engine:
 
     def _avals(self, params: Params) -> tuple[dict[Path, Aval], _tree.Spec]:
         leaves, spec = _tree.flatten(params)
-        for path, leaf in leaves.items():
-            if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"params: {path!r} is a {type(leaf).__name__}; expected a tensor or None"
-                )
+        check_params(params)
         learns = self.mode != "forward"
         avals = {
             path: Aval.of(leaf, learns and is_active(path, leaf, self.trainable))
@@ -161,7 +157,15 @@ class Engine:
             for batch in batches:
                 self.program.check(batch)
         with self.lock, torch.inference_mode(False):
-            compiled = self.compile(params, batches, key)
+            try:
+                compiled = self.compile(params, batches, key)
+            except Exception as error:
+                if len(batches) > 1:
+                    error.add_note(
+                        f"mtfunc: batch is a list of {len(batches)}, which are as many "
+                        "micro-batches; a batch that is a pair of things is a tuple"
+                    )
+                raise
             step = bind(compiled.schedule, params, batches, key, audit=compiled.fresh, **options)
             run(compiled.lowered, compiled.backend, [step])
             compiled.fresh = False
@@ -213,6 +217,20 @@ def collect(compiled: Compiled, step: Step) -> Outcome:
     grads = {path: take(name) for path, name in results.grads.items()}
     loss = take(results.loss[0]) if results.loss else None
     return Outcome(carries, aux, grads, loss)
+
+
+def check_params(params: Params) -> None:
+    """Every parameter leaf is a tensor.
+
+    Raises:
+        TypeError: one is something else.
+    """
+    for path, leaf in _tree.flatten(params)[0].items():
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"params: {path or 'the top'!r} is a {type(leaf).__name__}; expected a tensor or "
+                "None. torch.as_tensor makes one of numbers and numpy arrays"
+            )
 
 
 def as_batches(batch: Batch | list[Batch]) -> list[Batch]:

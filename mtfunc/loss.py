@@ -147,4 +147,6 @@ def as_mean(stage: str, output: Any) -> Mean:
     raise ValueError(
         f"final stage {stage!r} returned {got}; expected the loss, a scalar floating-point tensor "
         "or mt.Mean(total, count). Sum the losses of the tokens, and divide by mt.Mean's count"
+        + ". Did you mean has_aux=True, for a pair (loss, aux)?"
+        * isinstance(output, tuple)
     )

@@ -25,6 +25,9 @@ from mtfunc import _tree
 from mtfunc._base import Batch, Key
 from mtfunc.trace import Flat, Traced
 
+FUNCTORCH = ("functorch", "torch.func", "vmap", "setup_context", "data pointer", "storage")
+"""Words in what torch says when a kernel cannot be traced by torch.func."""
+
 
 class Wanted(NamedTuple):
     """Which parts of a stage take part in one pullback; indices are static, from the schedule.
@@ -82,10 +85,11 @@ def linearize(
     try:
         return _by_func(flat, inputs, wanted)
     except RuntimeError as error:
-        error.add_note(
-            f"mtfunc: stage {traced.stage.name!r} is differentiated by torch.func.vjp. If a "
-            "kernel in it has no functorch rule, give the stage vjp='autograd'"
-        )
+        if any(word in str(error) for word in FUNCTORCH):
+            error.add_note(
+                f"mtfunc: stage {traced.stage.name!r} is differentiated by torch.func.vjp. If a "
+                "kernel in it has no functorch rule, give the stage vjp='autograd'"
+            )
         raise
 
 

@@ -340,6 +340,11 @@ def dropout(key: Key, rate: float, x: Tensor, *, offset: int = 0) -> Tensor:
         tensor([0., 2., 0., 2.])
     """
     _check_key("dropout", key)
+    if isinstance(rate, Tensor) or not isinstance(x, Tensor):
+        raise TypeError(
+            f"mt.random.dropout: got a rate that is a {type(rate).__name__} and an x that is a "
+            f"{type(x).__name__}; expected dropout(key, rate, x), a number and then a tensor"
+        )
     if not 0 <= rate < 1:
         raise ValueError(
             f"mt.random.dropout: expected a rate in [0, 1), got {rate}; the rate is the "

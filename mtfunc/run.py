@@ -95,7 +95,7 @@ def run(lowered: Lowered, backend: Backend, steps: Sequence[Step]) -> None:
         try:
             _perform(operation, step, backend)
         except Exception as error:
-            state = "partly updated, and spent" if step.updated else "as it was before the step"
+            state = "partly updated, and the state is spent" if step.updated else "unchanged"
             error.add_note(f"mtfunc: in operation {operation}; parameters are {state}")
             raise
         if step.observe is not None:

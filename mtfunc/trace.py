@@ -258,13 +258,14 @@ class Tracer:
                 final=loss and i == len(stages) - 1,
                 inputs=params + avals,
             )
+            maker = stages[i - 1].name if i else ""
             if real:
                 inputs = [self.leaves[path] for path in binding.paths] + carried
-                done, outputs = _trace(site, batch, self.key, inputs)
+                done, outputs = _trace(site, batch, self.key, inputs, maker)
                 fresh = iter(outputs)
                 carried = [next(fresh) if s is None else inputs[s] for s in done.sources]
             else:
-                done = self._cached(site, batch)
+                done = self._cached(site, batch, maker)
             if stage.scan is not None:
                 _check_scan(done)
                 _check_aux(done, traced[-1] if traced else None)
@@ -272,7 +273,7 @@ class Tracer:
             traced.append(done)
         return traced
 
-    def _cached(self, site: Traced, batch: Batch) -> Traced:
+    def _cached(self, site: Traced, batch: Batch, maker: str) -> Traced:
         stage = site.stage
         leaves, spec = _tree.flatten(batch)
         values = tuple(Aval.of(x) if isinstance(x, Tensor) else repr(x) for x in leaves.values())
@@ -282,20 +283,23 @@ class Tracer:
         where = (site.binding.subtrees, site.carry_in, site.final, site.inputs)
         if (what, where) not in self.cache:
             metas = [aval._replace(active=False).meta() for aval in site.inputs]
-            self.cache[what, where] = _trace(site, batch, self.key, metas)[0]
+            self.cache[what, where] = _trace(site, batch, self.key, metas, maker)[0]
         return replace(self.cache[what, where], stage=stage, binding=site.binding)
 
 
 def _trace(
-    site: Traced, batch: Batch, key: Key | None, inputs: Sequence[Tensor]
+    site: Traced, batch: Batch, key: Key | None, inputs: Sequence[Tensor], maker: str
 ) -> tuple[Traced, list[Tensor]]:
-    """Runs a stage on these inputs; returns what was learnt, and its fresh outputs detached."""
+    """Runs a stage on these inputs; returns what was learnt, and its fresh outputs detached.
+
+    ``maker`` is the stage that the carry comes from, for people.
+    """
     name = site.stage.name
     leaves = [leaf.detach() for leaf in inputs]
     watched = {"parameters": leaves[: site.n_params], "carry": leaves[site.n_params :]}
     watched["batch"] = [x for x in _tree.flatten(batch)[0].values() if isinstance(x, Tensor)]
     before = {what: [x._version for x in group] for what, group in watched.items()}
-    with torch.enable_grad(), _named(site.stage):
+    with torch.enable_grad(), _named(site, maker):
         out, _, _, _ = site.apply(leaves, batch, key, 0)
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out.values()):
         raise ValueError(
@@ -310,7 +314,7 @@ def _trace(
             )
 
     leaves = [x.detach().requires_grad_(aval.active) for x, aval in zip(inputs, site.inputs)]
-    with torch.enable_grad(), _named(site.stage):
+    with torch.enable_grad(), _named(site, maker):
         carry, spec, aux, aux_spec = site.apply(leaves, batch, key, 0)
     for path, leaf in carry.items():
         if not isinstance(leaf, Tensor):
@@ -383,10 +387,13 @@ def _check_scan(done: Traced) -> None:
     gave = leaves(done.carry_out, _carry_avals(done))
     for path in sorted({*took, *gave}):
         if took.get(path) != gave.get(path):
+            pair = done.carry_out.spec.kind is tuple and done.carry_in.spec.kind is not tuple
             raise ValueError(
                 f"scan entry {done.stage.name!r} changes the carry at {path or 'the top'!r}: took "
                 f"{took.get(path, 'nothing')}, returned {gave.get(path, 'nothing')}; expected the "
                 "same structure, shapes and dtypes. A stage of its own (mt.stage) may change them"
+                + ". Did you mean has_aux=True, for a pair (carry, aux)?"
+                * pair
             )
     if done.carry_in.spec.canonical() != done.carry_out.spec.canonical():
         raise ValueError(
@@ -408,14 +415,33 @@ def _check_aux(done: Traced, before: Traced | None) -> None:
 
 
 @contextlib.contextmanager
-def _named(stage: Stage) -> Iterator[None]:
-    """Errors raised inside say which stage they come from."""
+def _named(site: Traced, maker: str) -> Iterator[None]:
+    """Errors raised inside say which stage they come from, and what it was given."""
     try:
         yield
     except Exception as error:
         if not any("in stage" in note for note in getattr(error, "__notes__", ())):
-            error.add_note(f"mtfunc: in stage {stage.name!r}, when it first ran with these shapes")
+            error.add_note(
+                f"mtfunc: in stage {site.stage.name!r}, when it first ran with these shapes; it "
+                f"was given {_given(site, maker)}"
+            )
         raise
+
+
+def _given(site: Traced, maker: str) -> str:
+    """A stage's arguments by their shapes."""
+
+    def shown(spec: _tree.Spec, places: Sequence[int], inputs: Sequence[Aval]) -> str:
+        pairs = [f"{path} {inputs[i]}".strip() for path, i in zip(spec.paths(), places)]
+        return "{" + ", ".join(pairs[:12]) + ", …" * (len(pairs) > 12) + "}"
+
+    parts = [
+        f"{key} = {shown(spec, places, site.inputs)}"
+        for key, (spec, places) in zip(site.stage.keys, site.binding.subtrees)
+    ]
+    carry = shown(site.carry_in.spec, site.carry_in.places, site.inputs[site.n_params :])
+    parts.append(f"the carry {carry} of {maker!r}" if maker else "no carry, as the first")
+    return "; ".join(parts)
 
 
 def _is_about_meta(error: Exception) -> bool:

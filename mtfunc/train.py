@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from mtfunc import _tree, random
 from mtfunc._base import Batch, Key, Leaves, Optimizer, Params, Path
 from mtfunc.config import StreamConfig
-from mtfunc.engine import Engine, as_batches
+from mtfunc.engine import Engine, as_batches, check_params
 from mtfunc.host.pack import pack_, pack_unit
 from mtfunc.host.units import units
 from mtfunc.program import Program
@@ -96,15 +97,40 @@ def init(
 
     Raises:
         KeyError: ``params`` lacks a key, or holds one that no stage reads.
+        TypeError: a leaf is no tensor.
+
+    Warns:
+        UserWarning: one tensor lies at two paths. Leaves are known by path, as in JAX, so
+            training sets them apart.
     """
     program.stages(params)
-    packed = pack_(params)
-    leaves = _tree.flatten(packed)[0]
+    check_params(params)
+    _warn_tied(params)
+    leaves, spec = _tree.flatten(pack_(params))
+    # Containers of its own: a second state from the same dicts is packed into other memory.
+    packed = _tree.unflatten(spec, leaves.values())
     moments: dict[str, dict[str, Leaves]] = {}
     for unit, paths in units(packed).items():
         active = {p: leaves[p] for p in paths if is_active(p, leaves[p], trainable)}
         moments[unit] = {kind: pack_unit(m) for kind, m in optimizer.init(active).items()}
     return TrainState(packed, moments, 0, random.key(0) if key is None else key)
+
+
+def _warn_tied(params: Params) -> None:
+    """Warns where one tensor lies at two paths, as tied modules have it."""
+    seen: dict[Any, Path] = {}
+    for path, leaf in _tree.flatten(params)[0].items():
+        if not leaf.numel() or leaf.is_meta:
+            continue
+        where = (leaf.data_ptr(), tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        first = seen.setdefault(where, path)
+        if first != path:
+            warnings.warn(
+                f"params: {first!r} and {path!r} are one tensor, and training sets them apart. "
+                "To tie them, keep one and name its key in both stages; else clone() one",
+                stacklevel=3,
+            )
+            return
 
 
 class Span(NamedTuple):
@@ -146,6 +172,11 @@ class TrainStep:
             NonFiniteError: the loss is infinite or NaN. The state is as it was.
             RuntimeError: ``state`` is spent.
         """
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"train_step: state is a {type(state).__name__}; expected a TrainState, which "
+                "mt.init(program, params, optimizer) makes"
+            )
         params, number = state.params, state.step
         self._check_moments(state)
         key = random.fold_in(state.key, number)
@@ -181,6 +212,13 @@ class TrainStep:
         for unit, paths in units(state.params).items():
             leaves = {path: _tree.get(state.params, path) for path in paths}
             active = {p for p, x in leaves.items() if is_active(p, x, self.engine.trainable)}
+            unused = set(state._moments.get(unit, {})) - wanted
+            if active and unused:
+                raise ValueError(
+                    f"train_step: the state holds {min(unused)!r}, which {self.optimizer.name} "
+                    "does not use; expected a state from mt.init with the same optimizer. To "
+                    "change it, mt.init(program, state.params, optimizer)"
+                )
             for kind in wanted if active else ():
                 held = set(state._moments.get(unit, {}).get(kind, {}))
                 if not active <= held:

@@ -63,7 +63,7 @@ def test_an_exception_in_any_operation_of_any_stream(device, monkeypatch):
                 monkeypatch.setattr(loop, "_perform", perform)
             assert time.monotonic() - started < 5
             assert kind in note and stream in note
-            if "as it was before the step" in note:
+            if "parameters are unchanged" in note:
                 assert same(state.params, before)
                 state, _ = step(state, BATCHES)
                 state, _ = step(state, BATCHES)

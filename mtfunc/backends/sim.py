@@ -53,7 +53,9 @@ class Sim:
         """
         if buffer.name not in self.layouts:
             raise RuntimeError(f"buffer {buffer.name!r} is read and holds nothing")
-        return self._view(buffer)
+        # With a version counter of its own: autograd must not take a write anywhere else in the
+        # arena for a change of what a kept pullback has saved.
+        return self._view(buffer).data
 
     def write(self, buffer: Buffer, tensor: Tensor) -> None:
         """Copies a tensor into the arena."""

@@ -24,11 +24,17 @@ from mtfunc.testing.report import CheckError, Report
 from mtfunc.testing.surroundings import generators_kept
 from mtfunc.trace import is_active
 
-CONFIGS = tuple(
-    StreamConfig(slots=slots, grad_slots=grad_slots, carries=carries)
-    for slots in (1, 2, 3)
-    for grad_slots in (1, 2)
-    for carries in ("device", "host")
+EVERY = 2**62
+"""Bytes: no pullback holds more, so all of them are kept."""
+CONFIGS = (
+    *(
+        StreamConfig(slots=slots, grad_slots=grad_slots, carries=carries)
+        for slots in (1, 2, 3)
+        for grad_slots in (1, 2)
+        for carries in ("device", "host")
+    ),
+    StreamConfig(residuals=EVERY),
+    StreamConfig(slots=1, carries="host", residuals=EVERY),
 )
 RATE, DECAY = 1e-2, 0.1
 STEPS_EVERY = 4
@@ -150,7 +156,7 @@ def _runs(devices: Sequence[str], seeds: int) -> list[Run]:
     ways: list[tuple[str, StreamConfig]] = []
     for device in map(check_device, devices):
         if device == "sim":
-            # 5 and 12 have no common divisor, so few seeds meet configurations of all kinds.
+            # 5 and 14 have no common divisor, so few seeds meet configurations of all kinds.
             ways += [(f"sim:{i}", CONFIGS[5 * i % len(CONFIGS)]) for i in range(seeds)]
         else:
             ways += [(device, config) for config in CONFIGS]

@@ -199,7 +199,8 @@ OPTIMIZER = (
 
 def short(config: StreamConfig) -> str:
     """A configuration in a few words."""
-    return f"slots={config.slots}, grad_slots={config.grad_slots}, carries={config.carries!r}"
+    kept = "" if config.residuals == "recompute" else f", residuals={config.residuals}"
+    return f"slots={config.slots}, grad_slots={config.grad_slots}, carries={config.carries!r}{kept}"
 
 
 def index(tree: Any, path: Path) -> str:

@@ -56,18 +56,18 @@ def test_a_sound_program_and_its_report():
     report = passed(LM, lm_params(), [lm_batch(), lm_batch(3, seed=2, ignored=4)], seeds=3)
     assert isinstance(report, Report) and not report.warnings
     assert report.seeds == (0, 1, 2) and report.devices == ("cpu", "sim:0", "sim:1", "sim:2")
-    assert len(report.configurations) == 12 and report.gradients == 15 and report.steps == 4
+    assert len(report.configurations) == 14 and report.gradients == 17 and report.steps == 5
     assert [s.name for s in report.stages] == ["embed", *(f"layers/{i}" for i in range(3)), "head"]
     assert len(report.leaves) == 10 and report.micro_batches == 2
     lines = str(report).splitlines()
     assert re.match(r"layers/1\s+layers/1\s+3\s+float32\[2,5,8\]\s+func", lines[3])
-    assert "10 gradients in 15 streamed passes" in lines[-1]
+    assert "10 gradients in 17 streamed passes" in lines[-1]
 
 
 def test_progress_counts_up():
     seen = []
     check(LM, lm_params(), lm_batch(), seeds=1, progress=lambda *told: seen.append(told))
-    assert [done for done, _, _ in seen] == list(range(16)) and {t for _, t, _ in seen} == {15}
+    assert [done for done, _, _ in seen] == list(range(18)) and {t for _, t, _ in seen} == {17}
 
 
 def test_a_key_is_made_where_a_stage_draws():
@@ -75,7 +75,7 @@ def test_a_key_is_made_where_a_stage_draws():
         return mt.random.dropout(key, 0.5, linear(p, x, batch))
 
     program = mt.chain(mt.stage(noisy, "a", rng=True), mt.stage(square))
-    assert passed(program).gradients == 14
+    assert passed(program).gradients == 16
     assert passed(program, key=mt.random.key(3)).steps == 4
 
 
