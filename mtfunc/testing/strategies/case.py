@@ -1,23 +1,22 @@
-"""Random programs as data: a case prints as the call that makes it, and ``build`` is pure."""
+"""Random programs as data: a case prints as the call that makes it."""
 
 from __future__ import annotations
 
-import functools
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtfunc import random
-from mtfunc._base import Batch, Key, Params, Path, StageFn
+from mtfunc._base import Path, StageFn
 from mtfunc.config import StreamConfig
-from mtfunc.program import Program, Scan, Stage, chain, scan, stage
 
 VOCABULARY = 7
 """Tokens and labels are below this."""
+
+EXPERTS = 3
+"""How many experts a mixture has; no token goes to the last of them."""
 
 Normal = Callable[..., Tensor]
 """``normal(*shape)`` draws the next tensor in the case's dtype, with a deviation of 0.4."""
@@ -47,7 +46,11 @@ class Block:
             blocks of one form may share a scan.
         by_value: whether shapes inside depend on values.
         absent: whether it makes a carry leaf that must get no cotangent, not even zeros.
+        makes: what it puts into the carry for a block that ``uses`` it, if anything.
+        uses: what it takes from the carry, if an earlier block ``makes`` it.
+        drops: whether it drops from the carry what earlier blocks made.
         group: blocks of one group are drawn together; a block alone is its own group.
+        kinds: what :func:`mtfunc.testing.strategies.kinds` calls it.
     """
 
     fn: StageFn
@@ -61,7 +64,11 @@ class Block:
     aux: str = ""
     by_value: bool = False
     absent: bool = False
+    makes: str = ""
+    uses: str = ""
+    drops: bool = False
     group: str = ""
+    kinds: tuple[str, ...] = ()
 
     @property
     def subtrees(self) -> int:
@@ -72,13 +79,22 @@ class Block:
 class _Short:
     """Prints as the call that makes it, without what is default."""
 
+    def _given(self) -> dict[str, Any]:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        defaults = {one.name: one.default for one in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if value != defaults[name]}
+
     def __repr__(self) -> str:
-        shown = []
-        for one in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, one.name)
-            if value != one.default:
-                shown.append(f"{one.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self._given().items())
+        return f"{type(self).__name__}({given})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How hypothesis prints a counter-example."""
+        lines = str(self).splitlines()
+        for line in lines[:-1]:
+            printer.text(line)
+            printer.break_()
+        printer.text(lines[-1])
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,9 +123,14 @@ class Micro(NamedTuple):
     ignored: int = 0
 
 
+PLAIN = StreamConfig()
+
+
 @dataclass(frozen=True, repr=False)
 class Case(_Short):
     """A program, its parameters, its batch and how to stream it, as data.
+
+    ``repr`` is one line, ``str`` the same call with a line for each part.
 
     Attributes:
         parts: the program, its loss last.
@@ -129,134 +150,54 @@ class Case(_Short):
     dtype: torch.dtype = torch.float32
     frozen: tuple[Path, ...] = ()
     odd: bool = False
-    config: StreamConfig = StreamConfig()
+    config: StreamConfig = PLAIN
     seed: int = 0
     sim: int = 0
+
+    def __str__(self) -> str:
+        parts = "".join(f"        {part!r},\n" for part in self.parts)
+        given = {name: repr(value) for name, value in self._given().items()}
+        given["parts"] = f"(\n{parts}    )"
+        lines = "".join(f"    {name}={text},\n" for name, text in given.items())
+        return f"Case(\n{lines})"
+
+    @property
+    def stages(self) -> int:
+        """How many stages the program has, the entries of scans counted."""
+        return sum(len(part.blocks) for part in self.parts)
 
     def trainable(self, path: Path, leaf: Tensor) -> bool:
         """Whether a parameter leaf is trained: none of the frozen subtrees holds it."""
         return not any(path == one or path.startswith(one + "/") for one in self.frozen)
 
+    def code(self, *, steps: int = 0, own: Sequence[str] = ()) -> str:
+        """Code that streams this case and compares it, ready to be run.
 
-class Built(NamedTuple):
-    """What :func:`build` makes of a case, ready for :func:`mtfunc.value_and_grad`."""
+        Args:
+            steps: as in :func:`mtfunc.testing.strategies.assert_streamed`.
+            own: the names of blocks that are not the library's; the code asks for them.
 
-    program: Program
-    params: Params
-    batch: Batch
-    key: Key
-
-
-def build(case: Case, blocks: Mapping[str, Block]) -> Built:
-    """The program, fresh parameters, the batch and the key of a case.
-
-    Args:
-        case: the case.
-        blocks: the blocks that its parts name.
-
-    Raises:
-        KeyError: a part names a block that ``blocks`` lacks.
-    """
-    for part in case.parts:
-        for name in part.blocks:
-            if name not in blocks:
-                raise KeyError(
-                    f"{part} names the block {name!r}; expected one of {', '.join(sorted(blocks))}."
-                    " Pass your own blocks to build as well"
-                )
-    whole = any(blocks[name].whole for part in case.parts for name in part.blocks)
-    parts = [_part(number, part, blocks, whole) for number, part in enumerate(case.parts)]
-    batches = [_batch(case, number) for number in range(len(case.micros))]
-    batch = batches if len(batches) > 1 else batches[0]
-    return Built(chain(*parts), _params(case, blocks), batch, random.key(case.seed))
-
-
-def _part(number: int, part: Part, blocks: Mapping[str, Block], whole: bool) -> Stage | Scan:
-    used = [blocks[name] for name in part.blocks]
-    fns = [
-        _on_carry(one.fn, one.role, bool(one.aux)) if whole and not one.whole else one.fn
-        for one in used
-    ]
-    options: dict[str, Any] = {
-        "name": f"{number}.{part.blocks[0]}",
-        "vjp": part.vjp,
-        "rng": used[0].rng,
-        "has_aux": bool(used[0].aux),
-    }
-    if not part.scan:
-        return stage(fns[0], *part.keys, static=used[0].static, **options)
-    one_fn = all(fn is fns[0] for fn in fns)
-    statics = [one.static for one in used]
-    return scan(fns[0] if one_fn else fns, *part.keys, static=statics, **options)
-
-
-@functools.cache
-def _on_carry(fn: StageFn, role: str, aux: bool) -> StageFn:
-    """A token block's function on a carry that is a dict; the same one each time it is asked."""
-
-    @functools.wraps(fn)
-    def on_carry(*args: Any, **options: Any) -> Any:
-        *subtrees, carry, batch = args
-        out = fn(*subtrees, None if carry is None else carry["x"], batch, **options)
-        if role == "loss":
-            return out
-        x, report = out if aux else (out, None)
-        after = {"x": x} if carry is None else carry | {"x": x}
-        return (after, report) if aux else after
-
-    return on_carry
-
-
-def _normal(case: Case, what: str) -> Normal:
-    """A source of its own for each subtree, so that leaving one out changes no other."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{case.seed} {what}".encode()))
-
-    def normal(*shape: int) -> Tensor:
-        return (0.4 * torch.randn(shape, generator=generator)).to(case.dtype)
-
-    return normal
-
-
-def _params(case: Case, blocks: Mapping[str, Block]) -> Params:
-    params: dict[str, Any] = {}
-
-    def put(path: Path, make: Callable[[], Any]) -> None:
-        node, (*above, last) = params, path.split("/")
-        for name in above:
-            node = node[int(name)] if isinstance(node, list) else node.setdefault(name, {})
-        if isinstance(node, dict) and last not in node:
-            node[last] = make()
-
-    def subtree(name: str, path: Path) -> Any:
-        return blocks[name].init(_normal(case, path), case.width)
-
-    for part in case.parts:
-        keys = part.keys
-        if part.scan:
-            first, keys = part.keys[0], part.keys[1:]
-            put(first, lambda: [subtree(n, f"{first}/{i}") for i, n in enumerate(part.blocks)])
-        for key in keys:
-            put(key, lambda: subtree(part.blocks[0], key))
-    return params
-
-
-def _batch(case: Case, number: int) -> Batch:
-    rows, tokens, ignored = case.micros[number]
-    shape = (rows, tokens)
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{case.seed} #{number}".encode()))
-    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
-    labels.view(-1)[rows * tokens - ignored :] = -100
-    batch = {
-        "tokens": torch.randint(0, VOCABULARY, shape, generator=generator),
-        "labels": labels,
-        "route": torch.randint(0, 2, shape, generator=generator),
-        "x": torch.randn(*shape, case.width, generator=generator).to(case.dtype),
-    }
-    leaves = {
-        "nothing": None,
-        "number": 3,
-        "flag": torch.tensor(True),
-        "scale": torch.tensor(1.5),
-        "empty": torch.zeros(0, 3),
-    }
-    return batch | {"odd": leaves} if case.odd else batch
+        Example:
+            >>> from mtfunc.testing.strategies import Case, Part
+            >>> print(Case((Part(("mean_square",)),)).code())
+            from mtfunc.testing.strategies import Case, Part, assert_streamed
+            <BLANKLINE>
+            case = Case(
+                parts=(
+                    Part(blocks=('mean_square',)),
+                ),
+            )
+            assert_streamed(case)
+        """
+        text = str(self)
+        names = ["Case", *(["Micro"] if "Micro(" in text else []), "Part", "assert_streamed"]
+        lines = [f"from mtfunc.testing.strategies import {', '.join(names)}"]
+        if "StreamConfig(" in text:
+            lines.insert(0, "from mtfunc import StreamConfig")
+        if "torch." in text:
+            lines[:0] = ["import torch", ""]
+        lines += ["", f"case = {text}"]
+        given = ["case", *(["blocks"] if own else []), *([f"steps={steps}"] if steps else [])]
+        if own:
+            lines.append(f"# blocks is BLOCKS with your own {', '.join(own)}")
+        return "\n".join([*lines, f"assert_streamed({', '.join(given)})"])
