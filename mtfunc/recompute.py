@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -79,13 +79,12 @@ def pullback(
     if sum(leaf.numel() for leaf in inputs) < LEARN:
         return run()
     if ("unread", wanted) not in traced.learnt:
-        found = run()
-        try:
-            traced.learnt["unread", wanted] = _learn(run, _digest(found))
-        except Exception:
-            # Watching is optional: some tensors have no storage, some code refuses to be watched.
-            traced.learnt["unread", wanted] = NOTHING
-        return found
+        traced.learnt["unread", wanted] = NOTHING
+        # Watching is optional: some tensors have no storage, some code refuses to be watched. An
+        # error of the stage's own comes again.
+        with suppress(Exception):
+            traced.learnt["unread", wanted] = _learn(run)
+        return run()
     unread = traced.learnt["unread", wanted]
     if not unread.skip:
         return run()
@@ -97,14 +96,16 @@ def pullback(
         return run()
 
 
-def _learn(run: Callable[..., list[Tensor | None]], expected: str) -> Unread:
-    """What can be left out of a run whose results have this digest; nothing unless proved."""
+def _learn(run: Callable[..., list[Tensor | None]]) -> Unread:
+    """What can be left out of a run; nothing unless proved.
+
+    One run's results are in memory at a time, so learning needs no more of it than a run does.
+    """
     watch = _Watch()
     results = run(watch.forward, watch.backward)
     unread = watch.unread(results)
-    same = _digest(results) == expected
     del results, watch
-    if unread.skip and same and _digest(run(_Skip(unread, fill=float("nan")))) == expected:
+    if unread.skip and _digest(run(_Skip(unread, fill=float("nan")))) == _digest(run()):
         return unread
     return NOTHING
 

@@ -82,8 +82,8 @@ def watched(monkeypatch):
     learnt = []
     learn = recompute._learn
 
-    def noting(run, expected):
-        unread = learn(run, expected)
+    def noting(run):
+        unread = learn(run)
         learnt.append([str(unread.ops[i][0]) for i in sorted(unread.skip)])
         return unread
 

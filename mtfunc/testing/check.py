@@ -14,7 +14,7 @@ from mtfunc import _tree, api, optim, random, reference, train
 from mtfunc._base import Batch, Key, Params, Path
 from mtfunc.backends import check_device
 from mtfunc.config import StreamConfig
-from mtfunc.engine import as_batches
+from mtfunc.engine import as_batches, check_params
 from mtfunc.program import Program, Stage
 from mtfunc.schedule import Schedule
 from mtfunc.testing import advice
@@ -168,11 +168,7 @@ def _stages(program: Program, params: Params, batch: Batch) -> tuple[Stage, ...]
         raise TypeError(
             f"check: program is a {type(program).__name__}; expected what mt.chain returns"
         )
-    for path, leaf in _tree.flatten(params)[0].items():
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"params: {path!r} is a {type(leaf).__name__}; expected a tensor or None"
-            )
+    check_params(params)
     if isinstance(batch, list) and not batch:
         raise ValueError("batch is an empty list; expected at least one micro-batch")
     return program.stages(params)
