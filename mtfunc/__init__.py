@@ -1,6 +1,6 @@
 """Train models that do not fit on the accelerator, written as pure functions on PyTorch."""
 
-from mtfunc import ops, optim, random, reference, testing
+from mtfunc import numerics, ops, optim, random, reference, testing
 from mtfunc._base import Aux, Batch, Carry, Key, Optimizer, Params
 from mtfunc.api import evaluate, forward, schedule, value_and_grad
 from mtfunc.config import StreamConfig
@@ -39,6 +39,7 @@ __all__ = [
     "functional",
     "init",
     "lion",
+    "numerics",
     "ops",
     "optim",
     "pack",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtfunc import _tree
+from mtfunc import _tree, numerics
 from mtfunc._base import Batch, Key, Params, Path
 from mtfunc.backends import Backend, check_device, open_backend
 from mtfunc.config import StreamConfig
@@ -29,6 +29,8 @@ CACHED = 8
 
 PLANNED = 64
 """How many schedules are remembered; they are data, and the same on every discrete device."""
+
+_CALLED = {"forward": "forward pass", "grad": "value_and_grad", "train": "training step"}
 
 _planned: OrderedDict[Any, tuple[Schedule, Lowered]] = OrderedDict()
 
@@ -94,7 +96,9 @@ class Engine:
             ValueError: what :class:`mtfunc.trace.Tracer` finds.
         """
         avals, spec = self._avals(params)
-        signature = (spec, *avals.values(), *map(_batch_signature, batches))
+        # What a stage makes has the default dtype.
+        dtype = torch.get_default_dtype()
+        signature = (dtype, spec, *avals.values(), *map(_batch_signature, batches))
         if signature in self.cache:
             self.cache.move_to_end(signature)
             return self.cache[signature]
@@ -156,7 +160,8 @@ class Engine:
         if self.program.check is not None:
             for batch in batches:
                 self.program.check(batch)
-        with self.lock, torch.inference_mode(False):
+        where = f"a streamed {_CALLED[self.mode]}"
+        with self.lock, torch.inference_mode(False), numerics.held(where) as setting:
             try:
                 compiled = self.compile(params, batches, key)
             except Exception as error:
@@ -166,6 +171,10 @@ class Engine:
                         "micro-batches; a batch that is a pair of things is a tuple"
                     )
                 raise
+            if compiled.fresh:
+                # What a stage changed as it was traced, it changes again when it runs.
+                numerics.apply(setting)
+                options["observe"] = numerics.watching(setting, options.get("observe"))
             step = bind(compiled.schedule, params, batches, key, audit=compiled.fresh, **options)
             run(compiled.lowered, compiled.backend, [step])
             compiled.fresh = False

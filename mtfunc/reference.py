@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mtfunc import _tree
+from mtfunc import _tree, numerics
 from mtfunc._base import Batch, Key, Params
 from mtfunc.loss import Mean, as_mean
 from mtfunc.program import Program, Stage, collect_aux
@@ -44,6 +44,7 @@ def value_and_grad(
         params = _tree.unflatten(spec, leaves.values())
         carries: list[Any] = [None] * len(batches)
         reports: list[list[tuple[Stage, Any]]] = [[] for _ in batches]
+        numerics.refuse_autocast("mt.reference.value_and_grad")
         with torch.enable_grad():
             for stage in program.stages(params):
                 apply = with_rule(stage) if callable(stage.vjp) else stage.apply
