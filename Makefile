@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 # More flags for the script behind a target: make train ARGS="--steps 50"
 ARGS ?=
 
-.PHONY: help .venv train test bench lint format clean
+.PHONY: help .venv train test bench conformance lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make train   train llama-tiny on this machine (ARGS="--steps 50" goes to the script)'
 	@echo 'make test    run the tests (ARGS="-k schedule" goes to pytest)'
 	@echo 'make bench   compare a streamed step with its peers (ARGS="--help" says more)'
+	@echo 'make conformance   stream every kind of stage and write docs/conformance.md'
 	@echo 'make lint    ruff and mypy; "make format" mends what can be mended'
 	@echo 'make clean   remove caches and the virtual environment; runs/ stays'
 
@@ -23,6 +24,9 @@ test: .venv
 
 bench: $(VENV)/.bench
 	$(BIN)/python scripts/bench.py $(ARGS)
+
+conformance: .venv
+	$(BIN)/python scripts/conformance.py $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
