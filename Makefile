@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # More flags for the script behind a target: make train ARGS="--steps 50"
 ARGS ?=
 
-.PHONY: help .venv train test bench conformance lint format clean
+.PHONY: help .venv train test bench conformance mutants lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo 'make test    run the tests (ARGS="-k schedule" goes to pytest)'
 	@echo 'make bench   compare a streamed step with its peers (ARGS="--help" says more)'
 	@echo 'make conformance   stream every kind of stage and write docs/conformance.md'
+	@echo 'make mutants break the library in 200 ways and see whether tests notice'
 	@echo 'make lint    ruff and mypy; "make format" mends what can be mended'
 	@echo 'make clean   remove caches and the virtual environment; runs/ stays'
 
@@ -27,6 +28,9 @@ bench: $(VENV)/.bench
 
 conformance: .venv
 	$(BIN)/python scripts/conformance.py $(ARGS)
+
+mutants: .venv
+	$(BIN)/python scripts/mutants.py --faults --out runs/mutants.json $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
