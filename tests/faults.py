@@ -162,8 +162,7 @@ def aux_is_lost(right, reports):
 
 @fault(program.Stage, "options")
 def every_micro_batch_draws_the_same_dropout(right, self, key, micro):
-    found = right(self, key, micro)
-    return found
+    return right(self, key, 0)
 
 
 # Training
