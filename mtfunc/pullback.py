@@ -100,8 +100,10 @@ def _by_func(flat: Flat, inputs: Sequence[Tensor], wanted: Wanted) -> Linearized
         placed = dict(zip(wanted.inputs, leaves)) | {i: inputs[i] for i in others}
         outputs, aux = flat([placed[i] for i in range(len(inputs))])
         roots = [outputs[i] for i in wanted.outputs] + [placed[i] for i in wanted.running]
+        reached.update(_reached(roots, leaves))
         return tuple(roots), (outputs, aux)
 
+    reached: set[int] = set()
     leaves = [inputs[i] for i in wanted.inputs]
     traced: Any = torch.func.vjp(of_wanted, *leaves, has_aux=True)
     _, vjp_fn, (outputs, aux) = traced
@@ -109,9 +111,27 @@ def _by_func(flat: Flat, inputs: Sequence[Tensor], wanted: Wanted) -> Linearized
     def pull(cotangents: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor | None]:
         # As is, vjp_fn would keep the graph and record a second one.
         with torch.no_grad():
-            return list(vjp_fn((*cotangents, *sums), retain_graph=False))
+            found = vjp_fn((*cotangents, *sums), retain_graph=False)
+        # It fills in zeros for what did not take part, which is not the same: see above.
+        return [grad if i in reached else None for i, grad in enumerate(found)]
 
     return Linearized(outputs, aux, pull)
+
+
+def _reached(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> set[int]:
+    """Which of the leaves the graphs of the roots lead back to, by number."""
+    numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
+    found = {numbers[id(root)] for root in roots if id(root) in numbers}
+    nodes = {root.grad_fn for root in roots if root.grad_fn is not None}
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if hasattr(node, "variable"):
+            found.add(numbers.get(id(node.variable), -1))
+        fresh = {after for after, _ in node.next_functions if after is not None} - nodes
+        nodes |= fresh
+        todo += fresh
+    return found
 
 
 def _by_autograd(flat: Flat, inputs: Sequence[Tensor], wanted: Wanted) -> Linearized:

@@ -61,6 +61,8 @@ class Step:
     spend: Callable[[], None] | None = None
     audit: bool = False
     kept: dict[tuple[int, int], Linearized] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    """Cotangents and sums that hold zeros because nothing took part: no terms of a sum."""
     updated: bool = False
     """Whether some parameter has been changed."""
 
@@ -197,17 +199,34 @@ def _loss(op: Operation, step: Step, backend: Backend) -> None:
 def _pullback(op: Operation, step: Step, backend: Backend) -> None:
     assert op.stage is not None and op.micro is not None and op.wanted is not None
     traced, inputs, batch = _site(op, step, backend)
-    cotangents = _read(op.reads["cotangents"], step, backend)
-    sums = _read(op.reads["sums"], step, backend)
-    if op.keep:
-        found = step.kept.pop((op.stage, op.micro)).pull(cotangents, sums)
+    kept = step.kept.pop((op.stage, op.micro)) if op.keep else None
+    # What takes part may depend on data or be up to a rule: then the plan says what may.
+    seeds, outputs = _present(op.reads["cotangents"], op.wanted.outputs, step)
+    grown, running = _present(op.reads["sums"], op.wanted.running, step)
+    wanted = op.wanted._replace(outputs=outputs, running=running)
+    cotangents, sums = _read(seeds, step, backend), _read(grown, step, backend)
+    if not cotangents and not sums:
+        found: list[Tensor | None] = [None] * len(wanted.inputs)
+    elif kept is not None and wanted == op.wanted:
+        found = kept.pull(cotangents, sums)
     else:
-        found = pullback(traced, inputs, batch, step.key, op.micro, op.wanted, cotangents, sums)
+        kept = None
+        found = pullback(traced, inputs, batch, step.key, op.micro, wanted, cotangents, sums)
+    for buffer, grad in zip(op.writes["results"], found):
+        (step.absent.add if grad is None else step.absent.discard)(buffer.name)
     results = [
         torch.zeros_like(inputs[i]) if grad is None else grad
-        for i, grad in zip(op.wanted.inputs, found)
+        for i, grad in zip(wanted.inputs, found)
     ]
     _write(op.writes["results"], _apart(results, inputs), backend)
+
+
+def _present(
+    buffers: Sequence[Buffer], indices: Sequence[int], step: Step
+) -> tuple[list[Buffer], tuple[int, ...]]:
+    """The buffers that hold a term, and their indices."""
+    pairs = [(b, i) for b, i in zip(buffers, indices) if b.name not in step.absent]
+    return [b for b, _ in pairs], tuple(i for _, i in pairs)
 
 
 def _apart(results: list[Tensor], others: list[Tensor]) -> list[Tensor]:

@@ -220,6 +220,8 @@ class Tracer:
 
     def __init__(self, params: Params, active: Callable[[Path], bool], key: Key | None):
         self.params, self.active, self.key = params, active, key
+        # What is drawn from a meta key is meta, as all else that a stage works on.
+        self.meta_key = None if key is None else key.to("meta")
         self.leaves = _tree.flatten(params)[0]
         self.cache: dict[Any, Traced] = {}
 
@@ -283,7 +285,7 @@ class Tracer:
         where = (site.binding.subtrees, site.carry_in, site.final, site.inputs)
         if (what, where) not in self.cache:
             metas = [aval._replace(active=False).meta() for aval in site.inputs]
-            self.cache[what, where] = _trace(site, batch, self.key, metas, maker)[0]
+            self.cache[what, where] = _trace(site, batch, self.meta_key, metas, maker)[0]
         return replace(self.cache[what, where], stage=stage, binding=site.binding)
 
 

@@ -32,8 +32,6 @@ DIFFERS = {
     "QR, singular values": "last bits of the loss differ with `func` and `autograd`: "
     "`torch.linalg.svdvals` seems to compute another way where its input requires grad",
     "a filter in frequency": "last bits of gradients differ on `sim`; not explained yet",
-    "a leaf that nothing uses, infinite in its derivative": "with a rule that returns `None` for "
-    "that leaf, the streamed gradient is NaN and the plain one is finite; not explained yet",
 }
 """Kinds that are known not to equal plain autograd, and what was seen; not cells of the table."""
 
