@@ -13,7 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One mean of a mixture: ``weight * total / count``."""
+    """One mean of a mixture: ``weight * total / count``.
+
+    Attributes:
+        weight: a number; 1 unless the mean was scaled.
+        total: the summed loss, a scalar tensor.
+        count: what it is divided by, a scalar tensor.
+    """
 
     weight: float
     total: Tensor
@@ -29,6 +35,8 @@ class Mean:
     and scale, to mix losses that count different things:
     ``Mean(ce, tokens) + 0.01 * Mean(balance, experts)``. A count of 0 over the whole step makes
     that term 0 with zero gradients.
+
+    ``mean.terms`` holds each :class:`Term`, ``mean.value()`` is the loss of this micro-batch alone.
 
     Args:
         total: the summed loss, a scalar tensor; gradients flow through it.
@@ -103,7 +111,8 @@ class Mean:
     __rmul__ = __mul__
 
     def __repr__(self) -> str:
-        return " + ".join(f"{t.weight:g} * Mean({t.total}, {t.count})" for t in self.terms)
+        weights = ("" if t.weight == 1 else f"{t.weight:g} * " for t in self.terms)
+        return " + ".join(f"{w}Mean({t.total}, {t.count})" for w, t in zip(weights, self.terms))
 
 
 def _scalar(name: str, value: Any) -> Tensor:

@@ -40,16 +40,16 @@ from scripts._flags import Refusal
 
 EXAMPLES = """\
 examples:
-  python scripts/check.py block.py:small
+  .venv/bin/python scripts/check.py block.py:small
       a program of your own; say what you call small, a few layers and tokens suffice
 
-  python scripts/check.py mylab.models.block:small --devices sim --seeds 200
+  .venv/bin/python scripts/check.py mylab.models.block:small --devices sim --seeds 200
       more simulated interleavings, no processor
 
-  python scripts/check.py --model llama-tiny --micro-batches 3
+  .venv/bin/python scripts/check.py --model llama-tiny --micro-batches 3
       a model of models/ on random tokens
 
-  python scripts/check.py block.py:small --surrogate quantize
+  .venv/bin/python scripts/check.py block.py:small --surrogate quantize
       the stage or Function "quantize" has a backward that is on purpose not the derivative
 
 exit status: 0 where all bits agree, 1 where they do not or a stage is impure, 2 for bad input.

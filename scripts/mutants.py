@@ -30,10 +30,10 @@ from scripts._mutants import ROOT, Mutant, everything, sample
 from scripts._mutants_equivalent import EQUIVALENT
 
 EXAMPLES = """examples:
-  make mutants                                    200 random mutants and every fault
-  make mutants ARGS="--count 30 --seed 7"         other mutants, fewer
-  python scripts/mutants.py --faults --count 0    only the faults
-  python scripts/mutants.py --all                 every mutant that there is (hours)
+  make mutants                                             200 random mutants and every fault
+  make mutants ARGS="--count 30 --seed 7"                  other mutants, fewer
+  .venv/bin/python scripts/mutants.py --faults --count 0   only the faults
+  .venv/bin/python scripts/mutants.py --all                every mutant that there is (hours)
 
 A survivor is printed as a diff. Either no test sees it, and tests/test_engine.py wants a general
 property more; or it changes nothing, and scripts/_mutants_equivalent.py says why."""

@@ -37,19 +37,19 @@ from scripts._sample import readable, sample
 
 EXAMPLES = """\
 examples:
-  python scripts/train.py
+  .venv/bin/python scripts/train.py
       llama-tiny on the source of Python's standard library: a few minutes on a CPU
 
-  python scripts/train.py --corpus notes/ --steps 4000 --out runs/notes
+  .venv/bin/python scripts/train.py --corpus notes/ --steps 4000 --out runs/notes
       every text file under notes/, longer
 
-  python scripts/train.py --batch 32 --micro-batches 4
+  .venv/bin/python scripts/train.py --batch 32 --micro-batches 4
       32 sequences a step, of which 8 at a time are worked on
 
-  python scripts/train.py --resume --out runs/notes
+  .venv/bin/python scripts/train.py --resume --out runs/notes
       go on after Ctrl-C or a crash, bit for bit; add --steps 8000 to go further
 
-  python scripts/train.py --steps 50 --json 2>log | jq .heldout
+  .venv/bin/python scripts/train.py --steps 50 --json 2>log | jq .heldout
       one JSON object on stdout, all else on stderr
 
 OUT gets checkpoints/, metrics.jsonl, timings.jsonl, loss.png, timeline.png, sample.txt and
@@ -68,7 +68,9 @@ PINNED = (
     "heldout_tokens",
 )
 """Settings that the numbers of a run depend on: a resumed run keeps them."""
-KEPT = (*PINNED, "corpus", "device", "steps", "save_every")
+ASKED = ("no_check", "prompt", "sample_bytes", "temperature")
+"""Settings of what is checked and sampled."""
+KEPT = (*PINNED, *ASKED, "corpus", "device", "steps", "save_every")
 """Settings that a resumed run has unless told otherwise."""
 
 
@@ -168,7 +170,8 @@ class Run:
     def go_on(self) -> str:
         """The command that continues this run."""
         script = os.path.relpath(__file__)
-        return shlex.join([sys.orig_argv[0], script, "--resume", "--out", str(self.out)])
+        json = ["--json"] * self.flags.json
+        return shlex.join([sys.orig_argv[0], script, "--resume", "--out", str(self.out), *json])
 
     def say(self, text: str) -> None:
         """Tells a line, on stderr where stdout is for JSON."""
@@ -297,7 +300,8 @@ def begin(run: Run, state: mt.TrainState) -> mt.TrainState:
                 f"--steps {flags.steps}: the run in {run.out} has taken {state.step} already; "
                 "expected as many or more. Leave --steps away or raise it"
             )
-        run.say(f"resuming {run.out} at step {state.step:,} of {flags.steps:,}")
+        done = "; it is finished, and --steps N takes it further" * (state.step == flags.steps)
+        run.say(f"resuming {run.out} at step {state.step:,} of {flags.steps:,}{done}")
     with _flags.refusing(OSError):
         _run.write_settings(run.out, settings)
         for name in (METRICS, TIMINGS):

@@ -200,6 +200,17 @@ def test_a_run_without_a_checkpoint_starts_from_the_beginning(
     assert results(tmp_path / "out") == results(unbroken)
 
 
+def test_a_resumed_run_keeps_what_it_was_asked_for(tmp_path, monkeypatch):
+    asked = "--no-check --prompt zebra --temperature 0.5 --sample-bytes 3".split()
+    with monkeypatch.context() as patch:
+        steps_that(patch, lambda state: state.step == 3 and os.kill(os.getpid(), signal.SIGINT))
+        assert run(tmp_path / "out", *asked) == 130
+    monkeypatch.setattr(train, "gradients_agree", None)
+    assert train.main(["--resume", "--out", str(tmp_path / "out")]) == 0
+    sample = (tmp_path / "out" / "sample.txt").read_bytes()
+    assert sample.startswith(b"zebra") and len(sample) == 8
+
+
 def test_the_simulated_device_gives_the_same_run(tmp_path, unbroken):
     assert run(tmp_path / "out", "--device", "sim:5", "--no-check") == 0
     assert results(tmp_path / "out") == results(unbroken)
@@ -207,6 +218,8 @@ def test_the_simulated_device_gives_the_same_run(tmp_path, unbroken):
 
 def test_a_finished_run_can_be_prolonged(tmp_path, capsys, unbroken):
     shutil.copytree(unbroken, tmp_path / "out")
+    assert go_on(tmp_path / "out") == 0
+    assert "it is finished, and --steps N takes it further" in capsys.readouterr().out
     assert go_on(tmp_path / "out", "--steps", "7") == 0
     assert manifest(tmp_path / "out" / "checkpoints")["step"] == 7
     assert "--steps 5: the run in" in refused(
