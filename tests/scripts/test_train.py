@@ -201,7 +201,7 @@ def test_a_run_without_a_checkpoint_starts_from_the_beginning(
 
 
 def test_a_resumed_run_keeps_what_it_was_asked_for(tmp_path, monkeypatch):
-    asked = "--no-check --prompt zebra --temperature 0.5 --sample-bytes 3".split()
+    asked = ["--no-check", "--prompt", "zebra", "--temperature", "0.5", "--sample-bytes", "3"]
     with monkeypatch.context() as patch:
         steps_that(patch, lambda state: state.step == 3 and os.kill(os.getpid(), signal.SIGINT))
         assert run(tmp_path / "out", *asked) == 130
