@@ -12,8 +12,8 @@ help:
 	@echo 'make train   train llama-tiny on this machine (ARGS="--steps 50" goes to the script)'
 	@echo 'make test    run the tests (ARGS="-k schedule" goes to pytest)'
 	@echo 'make bench   compare a streamed step with its peers (ARGS="--help" says more)'
-	@echo 'make conformance   stream every kind of stage and write docs/conformance.md'
-	@echo 'make mutants break the library in 200 ways and see whether tests notice'
+	@echo 'make conformance  stream every kind of stage and write docs/conformance.md'
+	@echo 'make mutants      break the library in 200 ways and see whether tests notice'
 	@echo 'make lint    ruff and mypy; "make format" mends what can be mended'
 	@echo 'make clean   remove caches and the virtual environment; runs/ stays'
 

@@ -52,6 +52,8 @@ class Mean:
         tensor(2.)
         >>> (short + 0.5 * long).value()
         tensor(3.)
+        >>> short + 0.5 * long
+        Mean(2.0, 1) + 0.5 * Mean(6.0, 3)
     """
 
     __slots__ = ("terms",)

@@ -210,7 +210,7 @@ def _pullback(op: Operation, step: Step, backend: Backend) -> None:
     elif kept is not None and wanted == op.wanted:
         found = kept.pull(cotangents, sums)
     else:
-        kept = None
+        kept = None  # before the stage's activations are in memory once more
         found = pullback(traced, inputs, batch, step.key, op.micro, wanted, cotangents, sums)
     for buffer, grad in zip(op.writes["results"], found):
         (step.absent.add if grad is None else step.absent.discard)(buffer.name)

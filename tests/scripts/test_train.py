@@ -200,11 +200,12 @@ def test_a_run_without_a_checkpoint_starts_from_the_beginning(
     assert results(tmp_path / "out") == results(unbroken)
 
 
-def test_a_resumed_run_keeps_what_it_was_asked_for(tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_what_it_was_asked_for(tmp_path, monkeypatch, capsys):
     asked = ["--no-check", "--prompt", "zebra", "--temperature", "0.5", "--sample-bytes", "3"]
     with monkeypatch.context() as patch:
         steps_that(patch, lambda state: state.step == 3 and os.kill(os.getpid(), signal.SIGINT))
-        assert run(tmp_path / "out", *asked) == 130
+        assert run(tmp_path / "out", *asked, "--json") == 130
+    assert f"--resume --out {tmp_path / 'out'} --json\n" in capsys.readouterr().err
     monkeypatch.setattr(train, "gradients_agree", None)
     assert train.main(["--resume", "--out", str(tmp_path / "out")]) == 0
     sample = (tmp_path / "out" / "sample.txt").read_bytes()
